@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Hugging Face folder to a model: meta -> shard -> materialise -> load slices -> check that nothing is left over.
+
+    model = load_lm("models/student")                                # plain, on CPU
+    model = build_lm("models/teacher", mesh, device, dtype=torch.bfloat16, trainable=False)   # sharded
+    replica = build_replica(model.config, device, torch.bfloat16, vocab_size=32000)
+
+No rank ever holds a whole sharded model: each reads the rows it owns from the safetensors files.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from distill_core.fsdp import local, shard
+from distill_core.models.lm import CausalLM, LMConfig, LMHead, config_from_hf
+from distill_core.safetensors_io import TensorIndex, check_tensors, load_into, open_folder
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def read_lm_config(folder: str | Path) -> LMConfig:
+    """config.json of a model folder; ValueError naming the file for anything that is missing or not supported."""
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror} (give a model folder in Hugging Face format)") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); download it again") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: not a JSON object; download it again")
+    return config_from_hf(raw, source=str(path))
+
+
+def check_folder(folder: str | Path) -> LMConfig:
+    """Validate config.json and every safetensors header against each other without reading weights."""
+    config = read_lm_config(folder)
+    check_tensors(open_folder(folder), dict(_on_meta(config).named_parameters()), allow_extra=_tolerated(config))
+    return config
+
+
+def load_lm(folder: str | Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    """The whole model on CPU: `model(tokens_BT)` gives hidden states, `model.lm_head(hidden)` logits."""
+    config = read_lm_config(folder)
+    model = _on_meta(config, dtype).to_empty(device="cpu")
+    model.tie()
+    _load(open_folder(folder), model, config)
+    return model
+
+
+def build_lm(folder: str | Path, mesh: DeviceMesh, device: torch.device, *, dtype: torch.dtype, trainable: bool,
+             compute_dtype: torch.dtype | None = None, offload: bool = False,
+             progress: Progress | None = None) -> CausalLM:
+    """A sharded model on this rank's part of `mesh`; every rank of the mesh calls it.
+
+    dtype: of the stored shards (fp32 master weights of a trained model); compute_dtype: of forward and backward.
+    """
+    config = read_lm_config(folder)
+    model = shard_meta(config, mesh, dtype=dtype, compute_dtype=compute_dtype, offload=offload, trainable=trainable)
+    model.to_empty(device="cpu" if offload else device)
+    assert not config.tied or model.lm_head.weight is model.model.embed_tokens.weight, "sharding untied the head"
+    _load(open_folder(folder), model, config, progress)
+    return model
+
+
+def shard_meta(config: LMConfig, mesh: DeviceMesh, *, dtype: torch.dtype, trainable: bool,
+               compute_dtype: torch.dtype | None = None, offload: bool = False) -> CausalLM:
+    """The sharded model without storage: what `build_lm` fills, and all that a dry run needs."""
+    model = _on_meta(config, dtype)
+    model.requires_grad_(trainable)  # before the first forward: FSDP2 fixes its reduce dtype from what is trainable then
+    shard(model, model.fsdp_units(), mesh, compute_dtype=None if compute_dtype == dtype else compute_dtype,
+          offload=offload)
+    return model
+
+
+def build_head(folder: str | Path, mesh: DeviceMesh, device: torch.device, *, dtype: torch.dtype) -> LMHead:
+    """A frozen sharded copy of a model's output head alone, for whole-vocabulary losses on the student ranks."""
+    config = read_lm_config(folder)
+    with torch.device("meta"):
+        head = LMHead(config.hidden_size, config.vocab_size, bias=False).to(dtype)
+    head.requires_grad_(False)
+    shard(head, [], mesh)
+    head.to_empty(device=device)
+    name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+    load_into(open_folder(folder), {name: head.weight}, allow_extra=lambda other: True)
+    _refuse_nonfinite(folder, head)
+    return head
+
+
+def build_replica(config: LMConfig, device: torch.device, dtype: torch.dtype, *, vocab_size: int) -> CausalLM:
+    """A plain frozen model for sampling, with the first `vocab_size` rows of embedding and head; to be filled by
+    `fsdp.gather_into` after each optimizer step."""
+    replica = _on_meta(replace(config, vocab_size=vocab_size), dtype).to_empty(device=device)
+    replica.tie()
+    return replica.requires_grad_(False).eval()
+
+
+def common_vocab(student: LMConfig, teacher: LMConfig, num_ids: int | None) -> int:
+    """Vocabulary on which student and teacher are compared.
+
+    num_ids: 1 + the largest id that the tokenizers use. Heads padded to different sizes are cut to the smaller one,
+    which is refused when a token in use would be lost, or when no tokenizer says which rows are padding.
+    """
+    smaller = min(student.vocab_size, teacher.vocab_size)
+    if num_ids is not None and num_ids > smaller:
+        raise ValueError(f"student.path, teacher.path: the tokenizer uses ids up to {num_ids - 1}, but the heads have "
+                         f"{student.vocab_size} and {teacher.vocab_size} rows (use models of one tokenizer)")
+    if student.vocab_size != teacher.vocab_size and num_ids is None:
+        raise ValueError(f"student.path, teacher.path: the heads have {student.vocab_size} and {teacher.vocab_size} rows and "
+                         "no tokenizer.json says which are padding (put the tokenizer into both folders)")
+    return smaller
+
+
+def _on_meta(config: LMConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
+    with torch.device("meta"):
+        model = CausalLM(config).to(dtype)
+    model.tie()
+    assert not list(model.buffers()), "a buffer would be left uninitialised by a meta build"
+    return model
+
+
+def _tolerated(config: LMConfig) -> Callable[[str], bool]:
+    """Names a folder may hold beside the parameters: the tied head again, rotary tables of old exports."""
+    return lambda name: name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+
+
+def _load(index: TensorIndex, model: CausalLM, config: LMConfig, progress: Progress | None = None) -> None:
+    load_into(index, dict(model.named_parameters()), allow_extra=_tolerated(config), progress=progress)
+    _refuse_nonfinite(index.folder, model)
+
+
+def _refuse_nonfinite(folder: str | Path, module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if not torch.isfinite(local(parameter)).all():
+            raise ValueError(f"{folder}: tensor {name} holds NaN or infinity; download or train it again")
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+def memory_plan(student: LMConfig, teacher: LMConfig, *, num_students: int, num_servers: int, student_dtype: torch.dtype,
+                rollout_dtype: torch.dtype, teacher_dtype: torch.dtype, offload: bool, recompute: bool, batch_rows: int, row_tokens: int,
+                micro_batch_tokens: int, vocab_size: int, chunk_size: int) -> dict[str, dict[str, int]]:
+    """Bytes by part for a "student" and a "teacher" rank; activations are an estimate, the rest is exact up to padding.
+
+    num_servers: ranks of the teacher alone; 0 puts its shards on the student ranks.
+    """
+    num_student, num_teacher = _num_parameters(student), _num_parameters(teacher)
+    width = student_dtype.itemsize
+    largest = max(student.vocab_size * student.hidden_size, (num_student - student.vocab_size * student.hidden_size)
+                  // student.num_layers)
+    teacher_bytes = num_teacher * teacher_dtype.itemsize // (num_servers or num_students)
+    teacher_shard = 0 if offload else teacher_bytes
+    head_bytes = teacher.vocab_size * teacher.hidden_size * teacher_dtype.itemsize
+    forward = micro_batch_tokens * max(4 * teacher.hidden_size, 3 * teacher.intermediate_size) * teacher_dtype.itemsize
+    teacher_part = {"teacher shard": teacher_shard, "gathered teacher head": head_bytes,
+                    "teacher chunk": 2 * chunk_size * vocab_size * 4, "teacher activations": forward}
+    block = 8 * student.hidden_size + 4 * student.intermediate_size  # kept per token by one block's forward
+    kept = student.num_layers * student.hidden_size + block if recompute else student.num_layers * block
+    parts = {
+        "weights": 4 * num_student // num_students, "gradients": 4 * num_student // num_students,
+        "optimizer": 8 * num_student // num_students, "rollout replica": num_student * rollout_dtype.itemsize,
+        "KV cache": 2 * student.num_layers * student.num_kv_heads * student.head_dim * batch_rows * row_tokens
+        * rollout_dtype.itemsize,
+        "gathered head and block": 2 * largest * width, "head gradient": 4 * vocab_size * student.hidden_size,
+        "activations": micro_batch_tokens * kept * width,
+    }
+    if not num_servers:
+        return {"student": parts | teacher_part}
+    return {"student": parts | {"teacher head shard": head_bytes // num_students, "gathered teacher head": head_bytes},
+            "teacher": teacher_part}
+
+
+def _num_parameters(config: LMConfig) -> int:
+    return sum(parameter.numel() for parameter in _on_meta(config).parameters())

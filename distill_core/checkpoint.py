@@ -1,0 +1,506 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Atomic, verified, reshardable checkpoints made of safetensors and JSON.
+
+    root/step_00000100/shard_00000.safetensors ...   one file a rank: the rows it owns of every tensor
+    root/step_00000100/manifest.json                 step, size and sha256 of each file, the state, its own sha256
+    root/latest                                      name of the newest folder: for people and scripts, never read here
+
+A folder is staged as `.tmp-step_00000100-TOKEN` and renamed once every byte is on disk, so that a crash at any point
+leaves the older folders as they were; a folder is chosen only after all its hashes have been checked. `group` is a gloo
+group whose ranks all make the same calls, None a single process. Ranks exchange JSON bytes, never pickled objects.
+
+    save(root, 100, dict(model.named_parameters()), {"lr_step": 100}, group=control_group, keep_last=2)
+    checkpoint = find_latest(root, group=control_group)          # None in a fresh run
+    compare_fingerprints(checkpoint.state["fingerprints"], fingerprints_now, allow_drift=())
+    load(checkpoint, dict(model.named_parameters()), group=control_group)
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+FORMAT_VERSION = 1
+MANIFEST, LATEST = "manifest.json", "latest"
+STEP_NAME = re.compile(r"step_(\d{8})")
+STALE_NAME = re.compile(r"\.(tmp|trash)-(step_\d{8}|latest)-[0-9a-f]{8}")
+CHUNK_BYTES, MAX_MESSAGE_BYTES = 16 << 20, 1 << 30
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+
+log = logging.getLogger("distill")
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """dtype and global shape of a tensor, and its pieces in row order: (first row, number of rows, file)."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: list[tuple[int, int, str]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose manifest and hashes have been checked. `state` is what `save` was given, by way of JSON."""
+    folder: Path
+    step: int
+    state: dict[str, Any]
+    tensors: dict[str, SavedTensor]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Save
+
+@torch.no_grad()
+def save(root: str | Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], *,
+         group: dist.ProcessGroup | None = None, keep_last: int = 0, keep_every: int = 0,
+         resumed_from: Path | None = None) -> Path:
+    """Publishes root/step_{step:08d} and returns it; an error on any rank is raised on all and leaves root as it was.
+
+    tensors: plain ones are equal on all ranks and written by the first; DTensors are Shard(0) on a 1-D mesh over the
+    group (uneven and empty shards included). state: JSON-able, rank 0's counts; tuples come back as lists. If the step
+    exists and verifies, nothing is written; if it does not verify, it is moved aside. The group's timeout must allow
+    for the slowest rank's writing.
+
+    Afterwards rank 0 removes complete folders other than the newest `keep_last` (0 keeps all), the multiples of
+    `keep_every` (0: none), the one just written and `resumed_from`.
+    """
+    root, rank = Path(root), _rank(group)
+    _agree_on_request(step, tensors, state, group)
+    final = root / f"step_{step:08d}"
+    if _on_first(lambda: os.path.lexists(final), group) and _verifies(final, group):
+        return final
+    staging = Path(_on_first(lambda: str(_make_staging(root, final.name)), group))
+    try:
+        files = _together(lambda: _write_shard(staging / f"shard_{rank:05d}.safetensors", tensors, rank), group)
+        manifest = {"format_version": FORMAT_VERSION, "step": step, "world_size": len(files), "state": state,
+                    "files": {f"shard_{number:05d}.safetensors": file for number, file in enumerate(files)}}
+        _on_first(lambda: _publish(staging, final, manifest), group)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    if rank == 0:
+        protect = {final.name} | ({resumed_from.name} if resumed_from else set())
+        _point_latest(root, final.name)
+        _prune(root, keep_last=keep_last, keep_every=keep_every, protect=protect)
+    return final
+
+
+def _agree_on_request(step: int, tensors: dict[str, Tensor], state: dict[str, Any],
+                      group: dist.ProcessGroup | None) -> None:
+    def describe() -> str:
+        if not 0 <= step < 10**8:
+            raise ValueError(f"step {step} does not fit the name step_XXXXXXXX")
+        try:
+            json.dumps(state, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the state of step {step} cannot be written as JSON ({error})") from None
+        for name, tensor in tensors.items():
+            _local_part(name, tensor)
+            assert not isinstance(tensor, DTensor) or tensor.device_mesh.size() == _size(group), f"{name}: other mesh"
+        kinds = [(name, str(t.dtype), list(t.shape), isinstance(t, DTensor)) for name, t in tensors.items()]
+        return hashlib.sha256(json.dumps([step, sorted(kinds)]).encode()).hexdigest()
+
+    requests = _together(describe, group)
+    assert len(set(requests)) == 1, f"ranks save different steps or tensors (rank {_rank(group)}: step {step})"
+
+
+def _make_staging(root: Path, name: str) -> Path:
+    """A fresh folder on the file system of root; what dead runs have left is cleared first."""
+    if not root.is_dir():
+        os.makedirs(root, exist_ok=True)
+        _sync_folder(root.parent)
+    for entry in os.listdir(root):
+        if STALE_NAME.fullmatch(entry):
+            _delete(root / entry)
+    staging = root / f".tmp-{name}-{secrets.token_hex(4)}"
+    os.mkdir(staging)
+    return staging
+
+
+def _write_shard(path: Path, tensors: dict[str, Tensor], rank: int) -> dict[str, Any]:
+    """Writes this rank's rows: {"size", "sha256"} of the file. A 0-d tensor is stored as one row."""
+    parts, rows = {}, {}
+    for name, tensor in tensors.items():
+        local, start = _local_part(name, tensor)
+        if rank == 0 or (isinstance(tensor, DTensor) and local.numel()):
+            parts[name] = local.reshape(1) if local.ndim == 0 else local
+            rows[name] = {"shape": list(tensor.shape), "start": start}
+    return _write_file(path, _serialize(parts, {"format": "pt", "rows": json.dumps(rows)}))
+
+
+def _serialize(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+    """A safetensors file: header length, header, data of one tensor at a time. Wide dtypes first, to be aligned."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, tensor in ordered:
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [offset, offset + tensor.nbytes]}
+        offset += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        yield memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Writes a new file, on disk when this returns, with mode 0666 less the umask: {"size", "sha256"}."""
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for buffer in buffers:
+            for start in range(0, len(buffer), CHUNK_BYTES):
+                chunk = memoryview(buffer)[start:start + CHUNK_BYTES]
+                digest.update(chunk)
+                size += len(chunk)
+                while len(chunk):
+                    chunk = chunk[os.write(descriptor, chunk):]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def _publish(staging: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """The manifest last, then the name."""
+    manifest = json.loads(json.dumps(manifest))  # hash what a reader will get: string keys, lists for tuples
+    text = json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
+    _write_file(staging / MANIFEST, [text.encode()])
+    _sync_folder(staging)
+    if os.path.lexists(final):
+        aside = final.with_name(f"{final.name}.unverified-{secrets.token_hex(4)}")
+        os.rename(final, aside)
+        log.warning("moved the unusable %s aside to %s", final, aside.name)
+    try:
+        os.rename(staging, final)
+    except OSError:
+        # A network file system may repeat a request whose answer was lost: then the rename has been done nevertheless.
+        if staging.exists() or not final.exists():
+            raise
+    _sync_folder(final.parent)
+
+
+def _point_latest(root: Path, name: str) -> None:
+    temporary = root / f".tmp-{LATEST}-{secrets.token_hex(4)}"
+    try:
+        _write_file(temporary, [f"{name}\n".encode()])
+        os.replace(temporary, root / LATEST)
+        _sync_folder(root)
+    except OSError as error:
+        log.warning("%s could not be updated (%s); %s itself is complete, and resuming does not need it", root / LATEST,
+                    error, name)
+
+
+def _prune(root: Path, *, keep_last: int, keep_every: int, protect: Collection[str]) -> None:
+    if keep_last <= 0:
+        return
+    complete = [name for name in _step_names(root) if _is_complete(root / name)]
+    for name in complete[keep_last:]:
+        if name in protect or (keep_every and _step_of(name) % keep_every == 0):
+            continue
+        trash = root / f".trash-{name}-{secrets.token_hex(4)}"
+        try:
+            os.rename(root / name, trash)  # no half-deleted folder ever has the name of a checkpoint
+        except OSError as error:
+            log.warning("could not remove %s (%s)", root / name, error)
+        else:
+            _delete(trash)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a temporary of ours. Only such names are deleted, ever, and links are not followed."""
+    assert STALE_NAME.fullmatch(path.name), path
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+    except OSError as error:
+        log.warning("could not remove %s (%s)", path, error)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Find and verify
+
+def find_latest(root: str | Path, *, group: dist.ProcessGroup | None = None) -> Checkpoint | None:
+    """The newest folder under root that verifies; None if there is none at all. Rank 0 looks and decides.
+
+    Folders that do not verify are passed over with a warning that names the bad file. If none verifies: ValueError,
+    since starting afresh would be a surprise.
+    """
+    root = Path(root)
+    names = _on_first(lambda: _step_names(root), group)
+    problem = ""
+    for name in names:
+        try:
+            return open_checkpoint(root / name, group=group)
+        except ValueError as error:
+            problem = problem or str(error)
+            if _rank(group) == 0:
+                log.warning("passing over checkpoint %s: %s", name, error)
+    if names:
+        raise ValueError(f"{root}: none of {len(names)} checkpoints can be used (newest: {problem}); restore one, or "
+                         f"move the folder away to start afresh")
+    return None
+
+
+def open_checkpoint(folder: str | Path, *, group: dist.ProcessGroup | None = None) -> Checkpoint:
+    """Verifies one folder, the ranks sharing the hashing. ValueError on all ranks, naming the file, if unusable."""
+    folder = Path(folder)
+    manifest = _on_first(lambda: _read_manifest(folder), group)
+    mine = sorted(manifest["files"])[_rank(group)::_size(group)]
+    _together(lambda: [_check_file(folder / file, **manifest["files"][file]) for file in mine], group)
+    tensors: dict[str, SavedTensor] = {}
+    _together(lambda: tensors.update(_read_headers(folder, sorted(manifest["files"]))), group)
+    return Checkpoint(folder, manifest["step"], manifest["state"], tensors)
+
+
+def _verifies(folder: Path, group: dist.ProcessGroup | None) -> bool:
+    try:
+        open_checkpoint(folder, group=group)
+    except ValueError:
+        return False
+    return True
+
+
+def _step_names(root: Path) -> list[str]:
+    """Newest first."""
+    names = os.listdir(root) if root.is_dir() else []
+    return sorted((name for name in names if STEP_NAME.fullmatch(name)), reverse=True)
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step_"))
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        version, digest = manifest["format_version"], manifest.pop("sha256")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}), so this is no complete checkpoint") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path}: is damaged or no manifest of a checkpoint") from None
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{path}: has format version {version}, this code reads {FORMAT_VERSION}; use a newer version")
+    if digest != _manifest_digest(manifest):
+        raise ValueError(f"{path}: does not have the sha256 that it records; it is damaged or was edited")
+    if STEP_NAME.fullmatch(folder.name) and _step_of(folder.name) != manifest["step"]:
+        raise ValueError(f"{path}: is of step {manifest['step']}; give the folder its own name back")
+    for file in manifest["files"]:
+        if not re.fullmatch(r"[\w.-]+\.safetensors", file):
+            raise ValueError(f"{path}: lists {file!r}, which is not the plain name of a .safetensors file")
+    return manifest
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _check_file(path: Path, *, size: int, sha256: str) -> None:
+    digest = hashlib.sha256()
+    try:
+        actual = os.stat(path).st_size
+        if actual != size:
+            raise ValueError(f"{path}: has {actual} bytes, its manifest says {size}")
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    if digest.hexdigest() != sha256:
+        raise ValueError(f"{path}: does not have the sha256 of its manifest; the data is damaged")
+
+
+def _is_complete(folder: Path) -> bool:
+    """A cheap look for retention: the manifest is whole and every file has its size."""
+    try:
+        files = _read_manifest(folder)["files"]
+        return all(os.stat(folder / file).st_size == record["size"] for file, record in files.items())
+    except (ValueError, OSError):
+        return False
+
+
+def _read_headers(folder: Path, files: list[str]) -> dict[str, SavedTensor]:
+    tensors: dict[str, SavedTensor] = {}
+    for file in files:
+        with safe_open(folder / file, framework="pt") as shard:
+            for name, rows in json.loads(shard.metadata()["rows"]).items():
+                part, shape = shard.get_slice(name), tuple(rows["shape"])
+                saved = tensors.setdefault(name, SavedTensor(DTYPES[part.get_dtype()], shape, []))
+                assert (saved.dtype, saved.shape) == (DTYPES[part.get_dtype()], shape), f"{folder / file}: {name}"
+                saved.pieces.append((rows["start"], part.get_shape()[0], file))
+    for name, saved in tensors.items():
+        saved.pieces.sort()
+        stops = [start + num_rows for start, num_rows, _ in saved.pieces]
+        num_rows = saved.shape[0] if saved.shape else 1
+        assert [0, *stops] == [*(start for start, _, _ in saved.pieces), num_rows], f"{folder}: {name}: {saved.pieces}"
+    return tensors
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Load
+
+@torch.no_grad()
+def load(checkpoint: Checkpoint, tensors: dict[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+    """Copies the saved values in place into `tensors`, at any world size; each rank reads only the rows it needs.
+
+    Names, shapes and dtypes must agree exactly, or all ranks raise ValueError before any tensor is written.
+    """
+    def copy() -> None:
+        for name, tensor in tensors.items():
+            local, start = _local_part(name, tensor)
+            _read_rows(checkpoint, name, local, start)
+
+    _together(lambda: _check_tensors(checkpoint, tensors), group)
+    _together(copy, group)
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """One whole tensor on CPU, from the files that hold its rows."""
+    saved = checkpoint.tensors[name]
+    tensor = torch.empty(saved.shape, dtype=saved.dtype)
+    _read_rows(checkpoint, name, tensor, 0)
+    return tensor
+
+
+def _check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    saved = checkpoint.tensors
+    problems = [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
+    problems += [f"{name} is only in the checkpoint" for name in saved if name not in tensors]
+    problems += [f"{name} is {saved[name].dtype} {list(saved[name].shape)} in the checkpoint, "
+                 f"{tensor.dtype} {list(tensor.shape)} here" for name, tensor in tensors.items() if name in saved
+                 and (saved[name].dtype, saved[name].shape) != (tensor.dtype, tuple(tensor.shape))]
+    if problems:
+        raise ValueError(f"{checkpoint.folder}: does not fit this model: {'; '.join(problems[:4])} ({len(problems)} in "
+                         f"all); resume with the config that wrote it")
+
+
+def _read_rows(checkpoint: Checkpoint, name: str, local: Tensor, start: int) -> None:
+    """Fills `local` from the global rows that begin at `start`.
+
+    Files are opened for each tensor since pages of a memory map count as this process's memory until it is closed.
+    """
+    local = local.view(1) if local.ndim == 0 else local
+    for piece_start, num_rows, file in checkpoint.tensors[name].pieces:
+        first, last = max(start, piece_start), min(start + local.shape[0], piece_start + num_rows)
+        if first < last and local.numel():
+            with safe_open(checkpoint.folder / file, framework="pt") as shard:
+                rows = shard.get_slice(name)[first - piece_start:last - piece_start]
+                local[first - start:last - start].copy_(rows)
+
+
+def _local_part(name: str, tensor: Tensor) -> tuple[Tensor, int]:
+    """What this rank holds of a tensor, and the global row at which that begins."""
+    assert not tensor.is_meta and tensor.dtype in DTYPES.values(), f"{name}: {tensor.dtype} on {tensor.device}"
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    assert mesh.ndim == 1 and tensor.placements == (Shard(0),), f"{name}: {tensor.placements} on {mesh}"
+    # The rule of torch.chunk, which DTensor and FSDP2 follow: full chunks first, then a short one, then empty ones.
+    chunk = -(-tensor.shape[0] // mesh.size())
+    start = min(mesh.get_local_rank() * chunk, tensor.shape[0])
+    assert local.shape[0] == min(chunk, tensor.shape[0] - start), f"{name}: {local.shape} at row {start} of {chunk}"
+    return local, start
+
+
+def compare_fingerprints(saved: dict[str, Any], now: dict[str, Any], allow_drift: Collection[str]) -> None:
+    """ValueError that lists each key (nested ones dotted) with differing values, unless it is in `allow_drift`."""
+    before, after = _flat(saved), _flat(now)
+    differing = [key for key in sorted(before.keys() | after.keys())
+                 if before.get(key, "absent") != after.get(key, "absent") and key not in allow_drift]
+    if differing:
+        changes = "; ".join(f"{key}: saved {before.get(key, 'absent')}, now {after.get(key, 'absent')}"
+                            for key in differing)
+        raise ValueError(f"the checkpoint is of another run: {changes}; restore the saved values, or accept the change "
+                         f"with checkpoint.allow_drift='[{','.join(differing)}]'")
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"a": {"b": (1, 2)}} -> {"a.b": "[1, 2]"}: JSON text, in which a tuple equals the list that it was saved as."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        nested = isinstance(value, dict)
+        flat.update(_flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": json.dumps(value)})
+    return flat
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Agreement between ranks
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _on_first(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Rank 0's action() (JSON-able) on all ranks."""
+    return _together(action if _rank(group) == 0 else lambda: None, group)[0]
+
+
+def _together(action: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
+    """Each rank's action() (JSON-able) on all ranks. All reach the exchange; an exception on one is raised on all.
+
+    It is raised as a ValueError if every failure was one, else as a RuntimeError.
+    """
+    if group is None:
+        return [action()]
+    cause: BaseException | None = None
+    try:
+        report = {"value": action()}
+    except BaseException as error:  # re-raised below, when the other ranks know
+        cause = error
+        report = {"error": f"{type(error).__name__}: {error}", "is_value_error": isinstance(error, ValueError)}
+    reports = _exchange(report, group)
+    failed = [rank for rank, other in enumerate(reports) if "error" in other]
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause
+    if failed:
+        kind = ValueError if all(reports[rank]["is_value_error"] for rank in failed) else RuntimeError
+        raise kind(f"rank {failed[0]} of {len(reports)}: {reports[failed[0]]['error']}") from cause
+    return [other["value"] for other in reports]
+
+
+def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's JSON value, in rank order."""
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(_size(group))]
+    dist.all_gather(sizes, torch.tensor([payload.numel()]), group=group)
+    lengths = [int(size) for size in sizes]
+    # gloo does not notice that ranks are in different collectives; it returns garbage.
+    assert all(0 < length <= MAX_MESSAGE_BYTES for length in lengths), f"message lengths {lengths}: ranks out of step"
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[:payload.numel()] = payload
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded, group=group)
+    return [json.loads(part[:length].numpy().tobytes()) for part, length in zip(gathered, lengths)]

@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts from JSONL files, a data order that is a pure function of (seed, epoch, index), and access to tokenizers.
+
+A line of a prompt file is a JSON object with exactly one of
+    "prompt":     text, encoded exactly as given: no BOS or other token is added, special tokens spelled in it count
+    "messages":   [{"role": ..., "content": ...}, ...], rendered by the model folder's chat template
+    "prompt_ids": token ids
+and optionally "answer" (text; evaluation only) and "teacher" (the name of the teacher that scores this prompt).
+
+    tokenizer = load_tokenizer("models/student", "auto")      # or load_tokenizer(None, "byte"): needs no files
+    prompts, counts = read_prompts("train.jsonl", tokenizer, max_prompt_tokens=512, long_prompts="drop")
+    for step in range(10):
+        batch = [prompts[i] for i in batch_at(step * 64, 64, len(prompts), seed=0)]
+
+Text needs the `tokenizers` package and chat templates `jinja2`, each imported at its first use: token ids need neither.
+All errors are ValueErrors of one line that names the file, and the line in it.
+"""
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import difflib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+MAX_LINE_BYTES = 8 * 2**20         # of a prompt file: some 10^6 token ids
+MAX_JSON_BYTES = 256 * 2**20       # of a file in a model folder: the largest tokenizer.json known has 35 MB
+MAX_RENDERED_CHARS = 8 * 2**20
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: tuple[int, ...]
+    answer: str | None = None     # for exact match in evaluation; training code must not read it
+    teacher: str | None = None    # None = the only or first teacher
+    source: str = ""              # "file:line", for messages
+
+
+@dataclass(frozen=True)
+class PromptCounts:
+    read: int       # lines with a prompt, over all files
+    dropped: int    # of these: left out, as longer than max_prompt_tokens
+    cut: int        # of these: lost their beginning, as longer than max_prompt_tokens
+
+
+def read_prompts(paths: str | Path | Iterable[str | Path], tokenizer: Tokenizer, *, max_prompt_tokens: int,
+                 long_prompts: Literal["drop", "cut"]) -> tuple[list[Prompt], PromptCounts]:
+    """All prompts of one or more JSONL files, in order.
+
+    A prompt of more than `max_prompt_tokens` tokens is left out ("drop") or keeps its end ("cut"); both are counted.
+    Raises ValueError for a malformed line, and when no prompt is left.
+    """
+    assert long_prompts in ("drop", "cut") and max_prompt_tokens >= 1, (long_prompts, max_prompt_tokens)
+    paths = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    prompts = [_parse_line(line, source, tokenizer) for path in paths for source, line in _lines(path)]
+    num_long = sum(len(prompt.ids) > max_prompt_tokens for prompt in prompts)
+    if long_prompts == "cut":
+        kept = [dataclasses.replace(prompt, ids=prompt.ids[-max_prompt_tokens:]) for prompt in prompts]
+        counts = PromptCounts(len(prompts), dropped=0, cut=num_long)
+    else:
+        kept = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_tokens]
+        counts = PromptCounts(len(prompts), dropped=num_long, cut=0)
+    if not kept:
+        raise ValueError(f"{', '.join(map(str, paths))}: no prompts left: {counts.read} read, {counts.dropped} dropped "
+                         f"as longer than max_prompt_tokens={max_prompt_tokens} (raise it, or set long_prompts to cut)")
+    return kept, counts
+
+
+def _lines(path: str | Path) -> Iterator[tuple[str, bytes]]:
+    """("file:line", bytes) of each line that is not blank, without a byte order mark."""
+    try:
+        with open(path, "rb") as file:
+            number = 0
+            while raw := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(raw) > MAX_LINE_BYTES:
+                    raise ValueError(f"{path}:{number}: longer than {MAX_LINE_BYTES} bytes (one JSON object per line)")
+                if line := (raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).strip():
+                    yield f"{path}:{number}", line
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror} (check the data paths)") from None
+
+
+def _parse_line(line: bytes, source: str, tokenizer: Tokenizer) -> Prompt:
+    try:
+        row = _strict_json(_decode(line))
+        if not isinstance(row, dict):
+            raise ValueError(f"expected a JSON object, got {_kind(row)}")
+        if b"\\u" in line and re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+            raise ValueError("half of a surrogate pair is no text (check the \\u escapes)")
+        _check_keys(row)
+        ids = _prompt_ids(row, tokenizer)
+        return Prompt(tuple(ids), _text(row, "answer"), _text(row, "teacher"), source)
+    except ValueError as error:
+        raise ValueError(f"{source}: {_one_line(error)}") from None
+
+
+def _check_keys(row: dict[str, Any]) -> None:
+    known = ("prompt", "messages", "prompt_ids", "answer", "teacher")
+    for key in row:
+        if key not in known:
+            near = difflib.get_close_matches(key[:100], known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"a line has: {', '.join(known)}"
+            raise ValueError(f"unknown key {key[:60]!r} ({hint})")
+    given = [key for key in known[:3] if row.get(key) is not None]    # null counts as absent, as exporters write it
+    if len(given) != 1:
+        raise ValueError(f"give one of prompt, messages and prompt_ids, got {' and '.join(given) or 'none'}")
+
+
+def _prompt_ids(row: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a row that has exactly one of prompt, messages and prompt_ids; at least one id."""
+    if (ids := row.get("prompt_ids")) is not None:
+        _check_ids(ids, tokenizer.num_ids)
+    elif (messages := row.get("messages")) is not None:
+        _check_messages(messages)
+        ids = tokenizer.encode(tokenizer.render_chat(messages))
+    else:
+        ids = tokenizer.encode(_text(row, "prompt"))
+    if not ids:
+        raise ValueError("the prompt is empty (a response needs at least one token before it)")
+    return ids
+
+
+def _check_ids(ids: Any, num_ids: int | None) -> None:
+    if not isinstance(ids, list):
+        raise ValueError(f"prompt_ids: expected a list of token ids, got {_kind(ids)}")
+    limit = 2**31 if num_ids is None else num_ids
+    for i, token in enumerate(ids):
+        if type(token) is not int:    # bool is an int to isinstance
+            raise ValueError(f"prompt_ids[{i}]: expected a token id, got {_kind(token)}")
+        if not 0 <= token < limit:
+            raise ValueError(f"prompt_ids[{i}]: {str(token)[:20]} is no token id (the tokenizer has 0 to {limit - 1})")
+
+
+def _check_messages(messages: Any) -> None:
+    """Other keys than role and content are left to the chat template."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages: expected a list of messages, got {_kind(messages)}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"messages[{i}]: expected an object with role and content, got {_kind(message)}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f"messages[{i}].{key}: expected text, got {_kind(message.get(key))}")
+
+
+def _text(row: dict[str, Any], key: str) -> str | None:
+    text = row.get(key)
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{key}: expected text, got {_kind(text)} (put it in quotes)")
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+# ---------------------------------------------------------------------------------------------------------------------
+
+def batch_at(position: int, size: int, num_prompts: int, seed: int) -> list[int]:
+    """Prompt indices of the samples position, ..., position + size - 1, counted over all epochs and all ranks.
+
+    Every epoch is its own permutation. The position is the only state, so a run resumes at any world size.
+    """
+    assert position >= 0 and size >= 1 and num_prompts >= 1, (position, size, num_prompts)
+    first_epoch, offset = divmod(position, num_prompts)
+    last_epoch = (position + size - 1) // num_prompts
+    orders = [_epoch_order(epoch, num_prompts, seed) for epoch in range(first_epoch, last_epoch + 1)]
+    return np.concatenate(orders)[offset:offset + size].tolist()
+
+
+def sample_at(position: int, num_prompts: int, seed: int) -> tuple[int, int]:
+    """(epoch, prompt index) of the sample at a position counted over all epochs and all ranks."""
+    return position // num_prompts, batch_at(position, 1, num_prompts, seed)[0]
+
+
+def _epoch_order(epoch: int, num_prompts: int, seed: int) -> np.ndarray:
+    """A permutation of range(num_prompts), from raw bits: unlike Generator.permutation, they never change in numpy."""
+    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_prompts)
+    return np.argsort(keys, kind="stable")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+# ---------------------------------------------------------------------------------------------------------------------
+
+def answer_matches(text: str, answer: str, pattern: str | None) -> bool:
+    """Whether a response gives the answer, up to surrounding white space.
+
+    With a pattern (a regex with at least one group) group 1 of its last match in the text is compared instead of the
+    whole text; no match is a wrong answer.
+    """
+    if pattern is None:
+        return text.strip() == answer.strip()
+    found = [match.group(1) for match in re.finditer(pattern, text)]
+    return bool(found) and found[-1] is not None and found[-1].strip() == answer.strip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers: .encode .decode .render_chat .has_text .stop_ids .num_ids .fingerprint
+# ---------------------------------------------------------------------------------------------------------------------
+
+def load_tokenizer(folder: str | Path | None, kind: Literal["auto", "byte"]) -> Tokenizer:
+    """The built-in byte tokenizer ("byte", which reads no folder), or that of a model folder ("auto")."""
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind != "auto":
+        raise ValueError(f"tokenizer: expected auto or byte, got {kind!r}")
+    assert folder is not None, "tokenizer auto needs a model folder"
+    return FolderTokenizer(Path(folder))
+
+
+class ByteTokenizer:
+    """The UTF-8 bytes of the text are its ids; 256 ends a text. Needs no files and no packages."""
+
+    has_text = True
+    stop_ids = (256,)
+    num_ids = 257
+    fingerprint = "byte-257"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Ids from 256 on are left out; bytes that are no UTF-8 become U+FFFD."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        raise ValueError("messages: the byte tokenizer has no chat template (give prompt or prompt_ids)")
+
+
+class FolderTokenizer:
+    """The tokenizer of a Hugging Face model folder. What is no text is read at once, with the standard library.
+
+    stop_ids: eos_token_id of generation_config.json and config.json, and the id of tokenizer_config.json's eos_token.
+    num_ids: 1 + the largest id in use; the model's vocabulary may be padded beyond. None without a tokenizer.json.
+    fingerprint: equal for two folders whose ids mean the same tokens. None without a tokenizer.json.
+    """
+
+    def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: no such folder (expected a model in Hugging Face format)")
+        self.folder = folder
+        self._config = _read_json(folder / "tokenizer_config.json")
+        self._special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **self._config})
+        vocab = _Vocab.read(folder / "tokenizer.json")
+        self.num_ids = 1 + max(vocab.ids.values()) if vocab else None
+        self.fingerprint = vocab.fingerprint if vocab else None
+        stop_ids = {*_eos_ids(folder / "generation_config.json"), *_eos_ids(folder / "config.json")}
+        eos_token = self._special_tokens.get("eos_token")
+        if vocab and eos_token in vocab.ids:    # a token that is not in the vocabulary cannot be sampled either
+            stop_ids.add(vocab.ids[eos_token])
+        self.stop_ids = tuple(sorted(stop_ids))
+
+    @property
+    def has_text(self) -> bool:
+        """Whether encode and decode work here: there is a tokenizer.json, and the tokenizers package to read it."""
+        return self.num_ids is not None and importlib.util.find_spec("tokenizers") is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text exactly as given: the tokenizer's post-processor adds nothing to it."""
+        return self._engine.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text without special tokens."""
+        return self._engine.decode(list(ids), skip_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The messages as the chat template writes them, up to where the assistant's next message begins."""
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        chunks, num_chars = [], 0
+        try:
+            for chunk in self._template.generate(messages=messages, tools=None, documents=None,
+                                                 add_generation_prompt=True, **self._special_tokens):
+                chunks.append(chunk)
+                num_chars += len(chunk)
+                if num_chars > MAX_RENDERED_CHARS:
+                    raise ValueError(f"the text is longer than {MAX_RENDERED_CHARS} characters")
+        except Exception as error:    # a template is a program of somebody else's: it can raise anything
+            raise ValueError(f"chat template of {self.folder}: {_one_line(error) or type(error).__name__}") from None
+        return "".join(chunks)
+
+    @cached_property
+    def _engine(self) -> Any:
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file, and text needs it (give prompt_ids, or use the byte tokenizer)")
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError("text needs the tokenizers package: pip install -r requirements-text.txt "
+                             "(or give prompt_ids)") from None
+        try:
+            engine = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:    # the package raises nothing more specific
+            raise ValueError(f"{path}: not a tokenizer: {_one_line(error)}") from None
+        engine.no_truncation()    # both may be stored in the file, and would change prompts silently
+        engine.no_padding()
+        return engine
+
+    @cached_property
+    def _template(self) -> Any:
+        path = self.folder / "chat_template.jinja"
+        if path.is_file():
+            return _compile_template(_decode(_read_bytes(path)))
+        template = self._config.get("chat_template")
+        if isinstance(template, list):    # several, by name
+            template = next((entry.get("template") for entry in template
+                             if isinstance(entry, dict) and entry.get("name") == "default"), None)
+        if not isinstance(template, str):
+            raise ValueError("there is neither chat_template.jinja nor a chat_template in tokenizer_config.json "
+                             "(give prompt or prompt_ids)")
+        return _compile_template(template)
+
+
+Tokenizer = FolderTokenizer | ByteTokenizer
+
+
+def _compile_template(source: str) -> Any:
+    """A chat template with what transformers gives it, in jinja2's sandbox: it reaches its arguments and nothing else.
+
+    Its running time is not bounded; the length of its text is, by the caller.
+    """
+    try:
+        import jinja2
+        import jinja2.sandbox
+    except ImportError:
+        raise ValueError("chat templates need the jinja2 package: pip install 'jinja2>=3.1.6'") from None
+    version = importlib.metadata.version("jinja2")
+    if [int(part) for part in re.findall(r"\d+", version)[:3]] < [3, 1, 6]:
+        raise ValueError(f"jinja2 {version} has known sandbox escapes: pip install 'jinja2>=3.1.6'")
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+                separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    # {% generation %} marks the assistant's text for training masks and writes nothing itself.
+    source = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", source)
+    source = re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", source)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = to_json    # jinja2's own escapes HTML
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form[:100])
+    return environment.from_string(source)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of a model folder
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class _Vocab:
+    ids: dict[str, int]    # token -> id, added tokens included
+    fingerprint: str       # sha256 of vocabulary, merges and added tokens
+
+    @staticmethod
+    def read(path: Path) -> _Vocab | None:
+        """From a tokenizer.json; None if there is none."""
+        if not path.is_file():
+            return None
+        raw = _read_json(path)
+        model, added = raw.get("model"), raw.get("added_tokens") or []
+        try:
+            vocab, merges = _token_ids(model["vocab"]), [_pair(merge) for merge in model.get("merges") or []]
+            added = {token["content"]: token["id"] for token in added}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not a tokenizer.json: malformed model.vocab, model.merges or added_tokens "
+                             f"({type(error).__name__}: {_one_line(error)})") from None
+        ids = {**vocab, **added}
+        if not ids or not all(isinstance(token, str) and _is_id(i) for token, i in ids.items()):
+            raise ValueError(f"{path}: not a tokenizer.json: model.vocab and added_tokens must give each token an id")
+        content = json.dumps([sorted(vocab.items()), merges, sorted(added.items())])
+        return _Vocab(ids, hashlib.sha256(content.encode()).hexdigest())
+
+
+def _token_ids(vocab: Any) -> dict[str, int]:
+    """A vocabulary is {token: id}, or for Unigram models [[token, score], ...] in the order of the ids."""
+    return dict(vocab) if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab)}
+
+
+def _pair(merge: Any) -> list[str]:
+    """Merges are written "a b" or, since tokenizers 0.20, ["a", "b"]."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return [left, right]
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token and so on as text; each is written as text or as {"content": text}."""
+    tokens = {name: config.get(name) for name in SPECIAL_TOKENS}
+    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
+def _eos_ids(path: Path) -> list[int]:
+    ids = _read_json(path).get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(map(_is_id, ids)):
+        raise ValueError(f"{path}: eos_token_id: expected a token id or a list of them, got {str(ids)[:60]}")
+    return ids
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = _strict_json(_decode(_read_bytes(path)))
+    except ValueError as error:
+        raise ValueError(f"{path}: {_one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {_kind(value)}")
+    return value
+
+
+def _read_bytes(path: Path) -> bytes:
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"larger than {MAX_JSON_BYTES} bytes (is it a model folder?)")
+    return path.read_bytes()
+
+
+def _decode(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start} (save the file as UTF-8)") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# JSON
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _strict_json(text: str) -> Any:
+    """JSON without what Python adds to it: duplicate keys, NaN, Infinity and numbers that overflow are errors."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_finite, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"malformed JSON at column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("malformed JSON: nested too deeply") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = {}
+    for key, value in pairs:
+        if key in row:
+            raise ValueError(f"malformed JSON: duplicate key {key[:60]!r}")
+        row[key] = value
+    return row
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"malformed JSON: {text[:40]} is not a finite number")
+    return number
+
+
+def _kind(value: Any) -> str:
+    """What a JSON value is, for messages."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    names = {dict: "an object", list: "a list", str: "text", int: "an integer", float: "a number with a fraction"}
+    return names[type(value)] if value or isinstance(value, (int, float)) else f"{names[type(value)]} (empty)"
+
+
+def _one_line(error: Exception) -> str:
+    """A message that comes from elsewhere, in one line of bounded length."""
+    return " ".join(str(error).split())[:300]

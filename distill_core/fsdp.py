@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2 as this project uses it: shard from a list of units, gather into a plain replica, clip over local shards.
+
+    shard(model, model.fsdp_units(), mesh, compute_dtype=torch.bfloat16)   # before the optimizer is built
+    hidden = model(tokens); logits = model.lm_head(hidden)                 # always both calls, on every rank
+    norm = global_grad_norm(parameters, group)
+    gather_into(model, replica)                                            # a collective: every rank
+
+Why not torch's clip: `clip_grad_norm_` returns a DTensor whose `.item()` may be the local value, and fails on mixed plain
+and sharded parameters. Why gradients are not divided here: FSDP averages over the mesh, the caller normalises by counts.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def shard(model: nn.Module, units: Sequence[Sequence[nn.Module]], mesh: DeviceMesh, *,
+          compute_dtype: torch.dtype | None = None, offload: bool = False) -> None:
+    """Shard `units` (modules gathered together) and then the rest of `model` over a 1-D mesh, in place.
+
+    compute_dtype: cast for forward and backward; parameters keep theirs, and gradients are reduced in fp32.
+    offload: keep shards in host memory (needs an accelerator).
+    Everything is resharded after its forward, the root too: a root that stays gathered would go stale at the next step.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
+    offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for unit in [*units, [model]]:
+        fully_shard(list(unit) if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy,
+                    offload_policy=offload_policy, reshard_after_forward=True)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free every gathered parameter, so that `parameters()` are the shards and no stale copy outlives a step."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor (the tensor itself when it is plain)."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def gather_into(model: nn.Module, replica: nn.Module) -> None:
+    """Copy sharded parameters into the plain module `replica` in place, cast to its dtypes; a collective.
+
+    A replica parameter with fewer rows (a vocabulary that was cut) takes the first ones.
+    """
+    reshard(model)
+    targets = dict(replica.named_parameters())
+    for name, parameter in model.named_parameters():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        target = targets.pop(name)
+        target.copy_(full[:target.shape[0]])
+    assert not targets, f"the replica has parameters that the model lacks: {sorted(targets)}"
+
+
+@torch.no_grad()
+def global_grad_norm(parameters: Iterable[Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """L2 norm of all gradients over all shards, fp32 on the gradients' device. Non-finite anywhere: non-finite here.
+
+    All parameters are sharded over the ranks of `group`; every rank calls it, also one whose shards are empty.
+    """
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    assert gradients, "no parameter has a gradient: was the optimizer built before sharding?"
+    total = torch.stack([g.float().square().sum() for g in gradients]).sum()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def scale_grads(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply every local gradient shard by `factor`."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_mul_([g for g in gradients if g.numel()], factor)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Global count; tied parameters count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this rank's shards."""
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)

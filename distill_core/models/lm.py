@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama, Qwen2 and Qwen3 decoders with Hugging Face parameter names; the forward gives hidden states, not logits.
+
+    config = config_from_hf(json.load(open("model/config.json")), source="model/config.json")
+    model = CausalLM(config)
+    hidden_BTD = model(tokens_BT)                    # after the final norm; right-padded rows need no mask
+    logits_BTV = model.lm_head(hidden_BTD)
+    logits_NK = model.lm_head(hidden_ND, lambda hidden, weight_VD: ...)   # any function of the head's weight
+
+The head is its own call because training needs K columns of it, or chunks, never [B, T, V]; the function is passed
+*into* the module so that FSDP2's hooks gather the weight around it. The model holds no buffer: rotary frequencies are
+computed from the config in each forward, so nothing can be left uninitialised by a meta build or rounded by a cast.
+
+Legend: B batch, T new tokens, S cached positions, D model, V vocabulary, L layers, H query heads, G key/value heads,
+R = H / G queries that share a key head, E head dimension, N selected positions.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+# --- configuration --------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding parameters under the names of config.json; unused ones keep their neutral value."""
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # multiplies cos and sin
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_length: int
+    rope: Rope
+    tied: bool  # lm_head.weight is model.embed_tokens.weight
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm of each query and key head (Qwen3)
+
+
+def config_from_hf(raw: dict[str, Any], *, source: str) -> LMConfig:
+    """Read a Hugging Face config.json; ValueError naming `source` and the key for whatever is not supported."""
+    if not isinstance(raw, dict):
+        raise ValueError(f"{source}: expected a JSON object, got {type(raw).__name__}")
+    model_type = raw.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise ValueError(f"{source}: model_type {model_type!r} is not supported (choose from {', '.join(MODEL_TYPES)})")
+    _refuse_unsupported(raw, source)
+    heads = _positive_int(raw, "num_attention_heads", source)
+    hidden = _positive_int(raw, "hidden_size", source)
+    kv_heads = _positive_int(raw, "num_key_value_heads", source, default=heads)
+    if heads % kv_heads:
+        raise ValueError(f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    default_head_dim = 128 if model_type == "qwen3" else hidden // heads
+    head_dim = _positive_int(raw, "head_dim", source, default=default_head_dim)
+    if head_dim % 2:
+        raise ValueError(f"{source}: head_dim {head_dim} must be even for rotary embeddings")
+    bias = _flag(raw, "attention_bias", source)
+    return LMConfig(
+        model_type=model_type, vocab_size=_positive_int(raw, "vocab_size", source), hidden_size=hidden,
+        intermediate_size=_positive_int(raw, "intermediate_size", source),
+        num_layers=_positive_int(raw, "num_hidden_layers", source, limit=4096), num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=head_dim, rms_norm_eps=_number(raw, "rms_norm_eps", source, default=1e-6),
+        max_length=_positive_int(raw, "max_position_embeddings", source, default=2048), rope=_read_rope(raw, source),
+        tied=_flag(raw, "tie_word_embeddings", source), qkv_bias=True if model_type == "qwen2" else bias,
+        o_bias=False if model_type == "qwen2" else bias, qk_norm=model_type == "qwen3",
+        mlp_bias=model_type == "llama" and _flag(raw, "mlp_bias", source))
+
+
+def _refuse_unsupported(raw: dict[str, Any], source: str) -> None:
+    allowed = {  # the values with which a key changes nothing; an absent key counts as the first
+        "hidden_act": ("silu",), "attention_dropout": (0, None), "pretraining_tp": (1, None),
+        "partial_rotary_factor": (1, None), "quantization_config": (None,), "auto_map": (None, {}),
+        "num_experts": (None, 0), "num_local_experts": (None, 0), "n_routed_experts": (None, 0),
+        "use_sliding_window": (False, None),
+    }
+    if raw["model_type"] == "llama":  # it has no switch: a window that is set would be used by some runtimes only
+        allowed["sliding_window"] = (None,)
+    elif raw.get("sliding_window", 4096) is None:
+        del allowed["use_sliding_window"]  # switched on without a width; a width left out is the default one, not none
+    for key, values in allowed.items():
+        if raw.get(key, values[0]) not in values:
+            _refuse(raw, key, source)
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        _refuse(raw, "layer_types", source)
+
+
+def _refuse(raw: dict[str, Any], key: str, source: str) -> None:
+    raise ValueError(f"{source}: {key} = {raw[key]!r} is not supported (only dense {', '.join(MODEL_TYPES)} with full "
+                     "attention and silu; use a folder without it)")
+
+
+def _read_rope(raw: dict[str, Any], source: str) -> Rope:
+    """Both spellings: rope_theta + rope_scaling (transformers 4) and rope_parameters (transformers 5)."""
+    spellings = [raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key)] or [{}]
+    ropes = {_rope_of(values, raw, source) for values in spellings}
+    if len(ropes) > 1:
+        raise ValueError(f"{source}: rope_scaling and rope_parameters disagree (keep one of the two)")
+    return ropes.pop()
+
+
+def _rope_of(values: dict[str, Any], raw: dict[str, Any], source: str) -> Rope:
+    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+        raise ValueError(f"{source}: rotary parameters must be one flat object for all layers, got {values!r}")
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"{source}: rope_type {kind!r} is not supported (choose from {', '.join(ROPE_TYPES)})")
+    if values.get("partial_rotary_factor", 1.0) not in (1, None):
+        raise ValueError(f"{source}: partial_rotary_factor {values['partial_rotary_factor']!r} is not supported (only 1)")
+    theta = _number(values, "rope_theta", source, default=_number(raw, "rope_theta", source, default=10000.0))
+    if theta <= 1.0:
+        raise ValueError(f"{source}: rope_theta must be above 1, got {theta}")
+    if kind == "default":
+        return Rope(kind, theta)
+    factor = _number(values, "factor", source)
+    if kind == "linear":
+        return Rope(kind, theta, factor)
+    key = "original_max_position_embeddings"
+    holder = values if raw.get(key) is None else raw  # the top level wins, as in transformers
+    original = _positive_int(holder, key, source, default=raw.get("max_position_embeddings"))
+    if kind == "llama3":
+        low, high = _number(values, "low_freq_factor", source), _number(values, "high_freq_factor", source)
+        if high <= low:
+            raise ValueError(f"{source}: high_freq_factor {high} must be above low_freq_factor {low}")
+        return Rope(kind, theta, factor, low, high, original)
+    return Rope(kind, theta, factor, original_length=original, truncate=bool(values.get("truncate", True)),
+                beta_fast=_number(values, "beta_fast", source, default=32.0),
+                beta_slow=_number(values, "beta_slow", source, default=1.0),
+                attention_factor=_yarn_attention_factor(values, factor, source))
+
+
+def _yarn_attention_factor(values: dict[str, Any], factor: float, source: str) -> float:
+    if values.get("attention_factor") is not None:
+        return _number(values, "attention_factor", source)
+    if not (values.get("mscale") and values.get("mscale_all_dim")):
+        return _yarn_scale(factor, 1.0)
+    scales = [_yarn_scale(factor, _number(values, key, source)) for key in ("mscale", "mscale_all_dim")]
+    return scales[0] / scales[1]
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _number(raw: dict[str, Any], key: str, source: str, default: float | None = None) -> float:
+    value = default if raw.get(key) is None else raw[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:  # NaN fails too
+        raise ValueError(f"{source}: {key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _positive_int(raw: dict[str, Any], key: str, source: str, default: int | None = None,
+                  limit: int = 2**31 - 1) -> int:
+    value = default if raw.get(key) is None else raw[key]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
+        raise ValueError(f"{source}: {key} must be an integer from 1 to {limit}, got {value!r}")
+    return value
+
+
+def _flag(raw: dict[str, Any], key: str, source: str) -> bool:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{source}: {key} must be true or false, got {value!r}")
+    return bool(value)
+
+
+# --- rotary position embedding --------------------------------------------------------------------------------------
+
+def rope_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
+    """Inverse frequencies [E / 2], fp32. yarn: arXiv:2309.00071, section 3.2; llama3: the Llama 3.1 release."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    plain = 1.0 / rope.theta**exponent
+    if rope.kind == "default":
+        return plain
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        turns = rope.original_length * plain / (2 * math.pi)  # rotations over the original context
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = keep.clamp(0.0, 1.0)
+    else:
+        keep = 1.0 - _yarn_ramp(rope, head_dim, device)
+    return plain / rope.factor * (1.0 - keep) + plain * keep
+
+
+def _yarn_ramp(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
+    """0 where a dimension turns often enough to be kept, 1 where it is interpolated, linear between."""
+    def dim_of(turns: float) -> float:
+        return head_dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dim_of(rope.beta_fast), dim_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high = high + 0.001 if low == high else high
+    return ((torch.arange(head_dim // 2, dtype=torch.float32, device=device) - low) / (high - low)).clamp(0, 1)
+
+
+def rope_tables(config: LMConfig, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, 1, T, E], computed in fp32 and rounded once to the compute dtype."""
+    frequencies = rope_frequencies(config.rope, config.head_dim, positions_BT.device)
+    angles_BTE = torch.cat([positions_BT.float()[..., None] * frequencies] * 2, dim=-1)
+    scale = config.rope.attention_factor
+    return (angles_BTE.cos() * scale).to(dtype)[:, None], (angles_BTE.sin() * scale).to(dtype)[:, None]
+
+
+def rotate(x_BHTE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x_BHTE.chunk(2, dim=-1)  # Hugging Face keeps the two halves apart (not interleaved)
+    return x_BHTE * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+# --- key/value cache ------------------------------------------------------------------------------------------------
+
+class KVCache:
+    """Static cache of L layers: k, v [L, B, G, S, E] and the number of valid positions of each row.
+
+    A right-padded prefill fills positions 0..T-1 of every row; the caller then sets `lengths_B` to the true prompt
+    lengths, so that decoding overwrites the padding. `span` bounds all lengths and lives on the host: attention reads
+    only that far.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.k, self.v = k, v
+        self.lengths_B = torch.zeros(k.shape[1], dtype=torch.long, device=k.device)
+        self.span = 0
+
+    def positions(self, num_new: int) -> Tensor:
+        """[B, T] positions of the next `num_new` tokens of each row."""
+        assert num_new == 1 or self.span == 0, "only a prefill takes more than one token a row"
+        return self.lengths_B[:, None] + torch.arange(num_new, device=self.k.device)
+
+    def update(self, layer: int, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store new keys and values; returns what the queries attend to, and the mask (None: causal prefill)."""
+        num_new = k_BGTE.shape[2]
+        if self.span == 0:
+            self.k[layer, :, :, :num_new], self.v[layer, :, :, :num_new] = k_BGTE, v_BGTE
+            return k_BGTE, v_BGTE, None
+        rows_B = torch.arange(k_BGTE.shape[0], device=k_BGTE.device)
+        self.k[layer, rows_B, :, self.lengths_B] = k_BGTE[:, :, 0]
+        self.v[layer, rows_B, :, self.lengths_B] = v_BGTE[:, :, 0]
+        span = self.span + 1
+        mask_B11S = (torch.arange(span, device=k_BGTE.device) <= self.lengths_B[:, None])[:, None, None]
+        return self.k[layer, :, :, :span], self.v[layer, :, :, :span], mask_B11S
+
+    def advance(self, lengths_B: Tensor | None, span: int) -> None:
+        """After a forward: the new lengths (None: each row grew by one) and their host-side bound."""
+        self.lengths_B = self.lengths_B + 1 if lengths_B is None else lengths_B
+        self.span = span
+
+    def select(self, rows_B: Tensor) -> "KVCache":
+        """A cache of these rows, repeats allowed: finished rows leave, n samples share one prefill."""
+        chosen = KVCache(self.k[:, rows_B], self.v[:, rows_B])
+        chosen.advance(self.lengths_B[rows_B], self.span)
+        return chosen
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Statistics in fp32 (float64 kept), the weight applied in the compute dtype as the reference models do."""
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LMConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        split = (x_BTD.shape[0], x_BTD.shape[1], -1, self.head_dim)
+        q_BHTE = rotate(self.q_norm(self.q_proj(x_BTD).view(split)).transpose(1, 2), cos, sin)
+        k_BGTE = rotate(self.k_norm(self.k_proj(x_BTD).view(split)).transpose(1, 2), cos, sin)
+        v_BGTE = self.v_proj(x_BTD).view(split).transpose(1, 2)
+        mask = None
+        if cache is not None:
+            k_BGTE, v_BGTE, mask = cache.update(self.layer, k_BGTE, v_BGTE)
+        out_BHTE = attend_causal(q_BHTE, k_BGTE, v_BGTE) if mask is None else attend_one(q_BHTE, k_BGTE, v_BGTE, mask)
+        return self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
+
+
+def attend_causal(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor) -> Tensor:
+    """Causal attention over right-padded rows: padding is only ever seen by padding, so no [T, T] mask exists."""
+    repeat = q_BHTE.shape[1] // k_BGTE.shape[1]
+    if repeat > 1:  # enable_gqa falls back to the kernel that stores [T, T] on some devices
+        k_BGTE, v_BGTE = k_BGTE.repeat_interleave(repeat, dim=1), v_BGTE.repeat_interleave(repeat, dim=1)
+    return F.scaled_dot_product_attention(q_BHTE, k_BGTE, v_BGTE, is_causal=True)
+
+
+def attend_one(q_BH1E: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, mask_B11S: Tensor) -> Tensor:
+    """One new token a row: the R queries that share a key head stand in the time dimension, so no key is repeated."""
+    q_BGRE = q_BH1E.squeeze(2).unflatten(1, (k_BGSE.shape[1], -1))
+    return F.scaled_dot_product_attention(q_BGRE, k_BGSE, v_BGSE, attn_mask=mask_B11S).flatten(1, 2).unsqueeze(2)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LMConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, recompute: bool) -> Tensor:
+        if recompute:  # inside the module, so that FSDP2's hooks stay outside of the recomputation
+            return checkpoint(self.layer_forward, x_BTD, cos, sin, None, use_reentrant=False)
+        return self.layer_forward(x_BTD, cos, sin, cache)
+
+    def layer_forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin, cache)
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+class Decoder(nn.Module):
+    """Holds the parameters under the names that Hugging Face gives them (`model.*`); CausalLM runs them."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class LMHead(nn.Linear):
+    def forward(self, hidden: Tensor, fn: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+        """Logits of `hidden` [..., D], or `fn(hidden, weight_VD)` while the weight is whole."""
+        return F.linear(hidden, self.weight) if fn is None else fn(hidden, self.weight)
+
+
+class CausalLM(nn.Module):
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Share the embedding with the head where the config says so (again after parameters were replaced)."""
+        if self.config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens_BT: Tensor, cache: KVCache | None = None, *, recompute: bool = False) -> Tensor:
+        """Hidden states [B, T, D] after the final norm.
+
+        tokens_BT: right-padded ids. cache: filled by this call; the caller then calls `cache.advance`.
+        recompute: activation checkpointing, for training without a cache.
+        """
+        assert cache is None or not recompute, "activation checkpointing is for training, a cache is for sampling"
+        num_new = tokens_BT.shape[1]
+        every_row = torch.arange(num_new, device=tokens_BT.device)[None]
+        positions_BT = every_row if cache is None else cache.positions(num_new)
+        x_BTD = self.model.embed_tokens(tokens_BT)
+        cos, sin = rope_tables(self.config, positions_BT, x_BTD.dtype)
+        for layer in self.model.layers:
+            x_BTD = layer(x_BTD, cos, sin, cache, recompute)
+        return self.model.norm(x_BTD)
+
+    def make_cache(self, batch: int, length: int) -> KVCache:
+        """An empty cache of `batch` rows by `length` positions in the parameters' dtype and device.
+
+        Zeros, not uninitialised memory: a masked position has weight 0, and 0 * NaN is NaN.
+        """
+        weight = self.model.norm.weight
+        shape = (self.config.num_layers, batch, self.config.num_kv_heads, length, self.config.head_dim)
+        return KVCache(weight.new_zeros(shape), weight.new_zeros(shape))
+
+    def fsdp_units(self) -> list[list[nn.Module]]:
+        """Modules to shard together, innermost first; what is in none of them (the final norm) is the root's."""
+        embedding = [[self.model.embed_tokens, self.lm_head]] if self.config.tied else [
+            [self.model.embed_tokens], [self.lm_head]]
+        return [[layer] for layer in self.model.layers] + embedding

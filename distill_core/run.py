@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of one run: what was started, its logs, stop requests, and how a failure is told.
+
+    runs/NAME/{config.yaml, command.txt, metrics.jsonl, report.html, log_rank*.txt, samples/, checkpoints/}
+    STOP      put there by a person or a launch script: checkpoint at the next step boundary and exit
+    PREEMPTED, DONE      written last, after the final checkpoint: launch scripts decide on these, not on exit codes
+    error.txt            the one-line cause of the last failure, with its traceback
+
+    log = open_run(run_dir, config_text, rank); stop = StopRequest(run_dir)
+    if stop.wanted(): ...                               # one rank's view: agree on it before acting
+"""
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+
+def open_run(run_dir: Path, config_text: str, rank: int) -> logging.Logger:
+    """Create the folder; a logger that writes to log_rank*.txt, and on rank 0 to the terminal too."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        (run_dir / "config.yaml").write_text(config_text)
+        with open(run_dir / "command.txt", "a") as file:
+            file.write(shlex.join(sys.argv) + "\n")
+        for marker in ("STOP", "PREEMPTED", "DONE", "error.txt"):
+            (run_dir / marker).unlink(missing_ok=True)
+    log = logging.getLogger("distill")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers.clear()
+    to_file = logging.FileHandler(run_dir / f"log_rank{rank}.txt")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(to_file)
+    if rank == 0:
+        terminal = logging.StreamHandler(sys.stdout)
+        terminal.setFormatter(TerminalFormatter())
+        log.addHandler(terminal)
+    return log
+
+
+class TerminalFormatter(logging.Formatter):
+    """Plain lines; warnings say that they are warnings."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        prefix = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        return prefix + record.getMessage()
+
+
+class StopRequest:
+    """SIGTERM, SIGUSR1 or a STOP file in the run folder. Handlers only set a flag; a second signal exits at once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file, self._signalled = run_dir / "STOP", False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._signalled:
+            os._exit(128 + number)
+        self._signalled = True
+
+    def wanted(self) -> bool:
+        return self._signalled or self._file.exists()
+
+
+def mark(run_dir: Path, name: str) -> None:
+    """Leave a marker file (PREEMPTED or DONE) for the launch script."""
+    (run_dir / name).write_text("")
+
+
+def report_failure(error: BaseException, run_dir: Path | None, *, rank: int, role: str, is_user_error: bool) -> None:
+    """The cause on stderr and in error.txt: one line for a user's error, the line and a traceback for ours."""
+    line = f"error: rank {rank} ({role}): {' '.join(str(error).split()) or type(error).__name__}"
+    trace = "".join(traceback.format_exception(error))
+    print(line if is_user_error else f"{line}\n{trace}", file=sys.stderr, flush=True)
+    if run_dir is not None and run_dir.is_dir():
+        with open(run_dir / "error.txt", "a") as file:
+            file.write(f"{line}\n{trace}\n")

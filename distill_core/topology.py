@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank does what: a pure rank plan, the process groups and meshes it needs, and decisions that all ranks share.
+
+    plan = plan_ranks(world_size=16, local_world_size=8, teacher_ranks=[4])     # pure: no process group
+    world = start(plan, device_type="cuda", timeout_s=600)                      # every rank, in the same order
+    if agree_max(world.students_control, stop_requested): ...
+    stop(world)
+
+Every rank creates every group in the same order, members or not: `new_group` deadlocks otherwise. Control messages
+travel on gloo groups (CPU tensors) whatever the device; tensors of the model travel on the default group and the meshes.
+"""
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """students: ranks that train; teachers: one tuple of ranks per teacher (the students' own where it is inline)."""
+
+    world_size: int
+    students: tuple[int, ...]
+    teachers: tuple[tuple[int, ...], ...]
+
+    @property
+    def has_servers(self) -> bool:
+        return any(ranks != self.students for ranks in self.teachers)
+
+    def teacher_of(self, rank: int) -> int | None:
+        """Index of the teacher that `rank` serves; None for a student."""
+        if rank in self.students:
+            return None
+        return next(i for i, ranks in enumerate(self.teachers) if rank in ranks)
+
+
+def plan_ranks(world_size: int, local_world_size: int, teacher_ranks: Sequence[int]) -> RankPlan:
+    """Split the world into student ranks and one group of ranks per teacher.
+
+    teacher_ranks: how many ranks serve each teacher; 0 means inline (sharded over the student ranks). The last local
+    ranks of each node serve when every count divides evenly over the nodes, else the last ranks of the world.
+    """
+    total = sum(teacher_ranks)
+    if min(teacher_ranks, default=0) < 0:
+        raise ValueError(f"teacher_ranks {list(teacher_ranks)}: counts cannot be negative")
+    if total >= world_size:
+        raise ValueError(f"topology.teacher_ranks = {total} leaves no student in a world of {world_size} ranks "
+                         f"(start at least {total + 1} ranks or lower teacher_ranks)")
+    nodes = world_size // local_world_size if world_size % local_world_size == 0 else 1
+    if nodes > 1 and all(count % nodes == 0 for count in teacher_ranks):
+        local = world_size // nodes
+        per_node = [[count // nodes] for count in teacher_ranks]
+        servers = [_last_ranks(local, [c for [c] in per_node], node * local) for node in range(nodes)]
+        groups = [tuple(rank for node in servers for rank in node[i]) for i in range(len(teacher_ranks))]
+    else:
+        groups = [tuple(ranks) for ranks in _last_ranks(world_size, teacher_ranks, 0)]
+    serving = {rank for ranks in groups for rank in ranks}
+    students = tuple(rank for rank in range(world_size) if rank not in serving)
+    return RankPlan(world_size, students, tuple(ranks or students for ranks in groups))
+
+
+def _last_ranks(size: int, counts: Sequence[int], offset: int) -> list[range]:
+    """Consecutive ranges of `counts` at the end of offset .. offset + size - 1."""
+    start, ranges = offset + size - sum(counts), []
+    for count in counts:
+        ranges.append(range(start, start + count))
+        start += count
+    return ranges
+
+
+# --- start and stop -------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place and groups; a mesh or group of a role that the rank does not play is None."""
+
+    plan: RankPlan
+    rank: int
+    device: torch.device
+    timeout_s: float
+    control: dist.ProcessGroup  # gloo, every rank
+    students_control: dist.ProcessGroup | None  # gloo, student ranks
+    student_mesh: DeviceMesh | None
+    teachers_control: tuple[dist.ProcessGroup | None, ...]  # gloo, one per teacher with ranks of its own
+    teacher_meshes: tuple[DeviceMesh | None, ...]
+
+    @property
+    def is_student(self) -> bool:
+        return self.rank in self.plan.students
+
+
+def env_rank() -> tuple[int, int, int]:
+    """(rank, world size, local world size) as torchrun sets them; (0, 1, 1) without it."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("RANK", "0")), world_size, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto`, `cpu` or `cuda` -> this rank's device, made current before anything can touch another one."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device: cuda, but torch sees no CUDA device on this machine (set device: cpu)")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()} "
+                         "(lower --nproc_per_node)")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def start(plan: RankPlan, device: torch.device, timeout_s: float) -> World:
+    """Join the job: the default group if there is none yet, then every group and mesh of the plan."""
+    rank, world_size, _ = env_rank()
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        alone = {"store": dist.HashStore()} if "RANK" not in os.environ else {}  # plain `python train_*.py`
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **alone)
+    return make_groups(plan, device, timeout_s)
+
+
+def make_groups(plan: RankPlan, device: torch.device, timeout_s: float) -> World:
+    """The groups and meshes of `plan` over an existing default group; the same calls on every rank."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    fake = dist.get_backend() == "fake"  # a dry run: every collective is a no-op
+
+    def control_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+        return dist.new_group(ranks, backend="fake" if fake else "gloo", timeout=timeout)
+
+    def mesh_of(ranks: Sequence[int]) -> DeviceMesh | None:
+        group = dist.new_group(ranks, timeout=timeout)
+        return DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",)) if rank in ranks else None
+
+    rank = dist.get_rank()
+    control = control_group(range(plan.world_size))
+    students_control = control_group(plan.students)
+    student_mesh = mesh_of(plan.students)
+    own_ranks = [ranks if ranks != plan.students else () for ranks in plan.teachers]
+    teachers_control = [control_group(ranks) if ranks else None for ranks in own_ranks]
+    teacher_meshes = [mesh_of(ranks) if ranks else student_mesh for ranks in own_ranks]
+    return World(plan, rank, device, timeout_s, control, students_control if rank in plan.students else None,
+                 student_mesh, tuple(group if rank in ranks else None for group, ranks in zip(teachers_control, own_ranks)),
+                 tuple(teacher_meshes))
+
+
+def stop(world: World) -> None:
+    """Leave together: without the barrier a rank that ends early looks like a dead peer to the others."""
+    dist.barrier(group=world.control)
+    dist.destroy_process_group()
+
+
+# --- decisions that all ranks of a group share ----------------------------------------------------------------------
+
+def agree_max(group: dist.ProcessGroup, *values: float) -> list[float]:
+    """Element-wise maximum over the group: a stop request, an error code, a count to pad to."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return tensor.tolist()
+
+
+def agree_sum(group: dist.ProcessGroup, *values: float) -> list[float]:
+    """Element-wise sum over the group, in float64."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, group=group)
+    return tensor.tolist()
+
+
+def raise_together(group: dist.ProcessGroup, error: Exception | None) -> None:
+    """Every rank calls this after a step that may fail on some: all raise, or none does.
+
+    The rank that failed raises its own error; the others say which ranks failed, so that no rank waits for a peer that
+    has already left.
+    """
+    failed = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    failed[dist.get_rank(group)] = error is not None
+    dist.all_reduce(failed, group=group)
+    if error is not None:
+        raise error
+    if failed.any():
+        ranks = [dist.get_global_rank(group, index) for index in failed.nonzero().flatten().tolist()]
+        raise RuntimeError(f"stopped because rank {', '.join(map(str, ranks))} failed (its own message says why)")

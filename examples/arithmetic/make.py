@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the quickstart's data, teacher and student: column arithmetic worked out step by step, in bytes.
+
+    python -m examples.arithmetic.make --out NEW_FOLDER         # from the project's root; about 10 minutes, on one core
+
+    prompt    456-378=                                two numbers of one to three digits; the result is not negative
+    response  [16-8=8,15-7-1=7,4-3-1=0]78<end>        columns from the units up, with carry or borrow, then the answer
+
+A token is a byte; id 256 ends a text. Teacher and student learn from correct solutions drawn at random: the teacher is
+the larger one and learns until it makes no more mistakes, the student is small and stops early, where it knows the form
+but slips in most columns. Both are trained without any evaluation prompt (nor its two numbers the other way round), so
+that what they score there is not memory. Everything follows from SEED on one machine; another CPU may round otherwise.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distill_core.data import ByteTokenizer, answer_matches
+from distill_core.generate import generate
+from distill_core.models.lm import CausalLM, config_from_hf
+from distill_core.safetensors_io import write_folder
+
+SEED = 0
+NUM_TRAIN, NUM_EVAL = 4096, 200
+END = 256
+MAX_RESPONSE = 40  # tokens; the longest solution has 33
+ANSWER_PATTERN = r"\](\d+)$"
+NO_TARGET = -100  # positions that cross_entropy leaves out
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Shape and training of one model: `batch` fresh problems a step, AdamW, warm-up and cosine down to zero."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    steps: int
+    lr: float
+    batch: int = 64
+    heads: int = 4
+    warmup: int = 50
+
+
+TEACHER = Recipe(layers=3, hidden=128, intermediate=384, steps=1500, lr=3e-3)
+STUDENT = Recipe(layers=2, hidden=64, intermediate=192, steps=250, lr=4e-3)
+
+
+# --- the task -------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Problem:
+    a: int
+    op: str  # + or -
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.a}{self.op}{self.b}="
+
+    @property
+    def answer(self) -> str:
+        return str(self.a + self.b if self.op == "+" else self.a - self.b)
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """The same for a problem and its mirror image."""
+        return self.op, min(self.a, self.b), max(self.a, self.b)
+
+
+def draw(rng: random.Random) -> Problem:
+    """Numbers below 10, 100 and 1000 equally often; in a subtraction the larger one stands first."""
+    a, b = (rng.randrange(10 ** rng.randint(1, 3)) for _ in range(2))
+    op = rng.choice("+-")
+    return Problem(max(a, b), op, min(a, b)) if op == "-" else Problem(a, op, b)
+
+
+def draw_unseen(rng: random.Random, count: int, excluded: Collection[tuple[str, int, int]]) -> list[Problem]:
+    problems: list[Problem] = []
+    while len(problems) < count:
+        problem = draw(rng)
+        if problem.key not in excluded:
+            problems.append(problem)
+    return problems
+
+
+def solution(problem: Problem) -> str:
+    """'[7+5=12,4+8+1=13,3+2+1=6]632' for 347+285."""
+    width = max(len(str(problem.a)), len(str(problem.b)))
+    columns, carry = [], 0
+    for x, y in zip(reversed(f"{problem.a:0{width}}"), reversed(f"{problem.b:0{width}}")):
+        x, y = int(x), int(y)
+        borrow = problem.op == "-" and x < y + carry
+        x += 10 * borrow
+        result = x + y + carry if problem.op == "+" else x - y - carry
+        columns.append(f"{x}{problem.op}{y}{problem.op + '1' if carry else ''}={result}")
+        carry = int(borrow or result >= 10)
+    return f"[{','.join(columns)}]{problem.answer}"
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+def make_batch(problems: list[Problem]) -> tuple[Tensor, Tensor]:
+    """Right-padded tokens [B, T] and next-token targets [B, T], set where the target is part of the response."""
+    prompts = [list(problem.prompt.encode()) for problem in problems]
+    responses = [list(solution(problem).encode()) + [END] for problem in problems]
+    length = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses))
+    tokens_BT = torch.full((len(problems), length), END)
+    targets_BT = torch.full((len(problems), length), NO_TARGET)
+    for row, (prompt, response) in enumerate(zip(prompts, responses)):
+        tokens_BT[row, :len(prompt) + len(response)] = torch.tensor(prompt + response)
+        targets_BT[row, len(prompt) - 1:len(prompt) - 1 + len(response)] = torch.tensor(response)
+    return tokens_BT, targets_BT
+
+
+def hf_config(recipe: Recipe) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 257,
+        "hidden_size": recipe.hidden, "intermediate_size": recipe.intermediate, "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads, "num_key_value_heads": recipe.heads,
+        "head_dim": recipe.hidden // recipe.heads, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "max_position_embeddings": 128, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+        "bos_token_id": END, "eos_token_id": END, "pad_token_id": END, "torch_dtype": "bfloat16",
+    }
+
+
+def new_model(recipe: Recipe, source: str) -> CausalLM:
+    model = CausalLM(config_from_hf(hf_config(recipe), source=source))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.1 if "embed" in name else parameter.shape[1] ** -0.5)
+    return model
+
+
+def train(recipe: Recipe, name: str, held_out: list[Problem]) -> CausalLM:
+    """A model trained on fresh problems, none of them in `held_out`, rounded to bfloat16 as it will be stored."""
+    torch.manual_seed(SEED)
+    rng, excluded = random.Random(f"{name} {SEED}"), {problem.key for problem in held_out}
+    model = new_model(recipe, name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(recipe.steps):
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / recipe.steps)
+        optimizer.param_groups[0]["lr"] = recipe.lr * cosine * min(1.0, (step + 1) / recipe.warmup)
+        tokens_BT, targets_BT = make_batch(draw_unseen(rng, recipe.batch, excluded))
+        counted_BT = targets_BT != NO_TARGET
+        loss = F.cross_entropy(model.lm_head(model(tokens_BT)[counted_BT]), targets_BT[counted_BT])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 50 == 0:
+            print(f"{name} step {step + 1:5d}/{recipe.steps}  loss {loss.item():.4f}", flush=True)
+    return model.bfloat16().float()
+
+
+def exact_match(model: CausalLM, problems: list[Problem]) -> float:
+    """Share of problems whose greedy response ends in the right answer."""
+    samples = generate(model, [list(problem.prompt.encode()) for problem in problems], max_new_tokens=MAX_RESPONSE,
+                       temperature=0.0, stop_ids=(END,))
+    texts = [ByteTokenizer().decode(sample.tokens) for sample in samples]
+    matches = [answer_matches(text, problem.answer, ANSWER_PATTERN) for text, problem in zip(texts, problems)]
+    return sum(matches) / len(problems)
+
+
+# --- output ---------------------------------------------------------------------------------------------------------
+
+def write_model(folder: Path, model: CausalLM, recipe: Recipe) -> None:
+    write_folder(folder, ((name, parameter.detach().bfloat16()) for name, parameter in model.named_parameters()))
+    ids = {"bos_token_id": END, "eos_token_id": END, "pad_token_id": END}
+    for file, content in (("config.json", hf_config(recipe)), ("generation_config.json", ids)):
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_problems(path: Path, problems: list[Problem]) -> None:
+    lines = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) + "\n" for problem in problems]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the data, teacher and student of the quickstart.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to; must not hold a teacher or student yet")
+    out = parser.parse_args().out
+    torch.set_num_threads(1)  # sums in one order, however many cores there are
+    rng = random.Random(SEED)
+    held_out = list({problem.key: problem for problem in (draw(rng) for _ in range(2 * NUM_EVAL))}.values())[:NUM_EVAL]
+    out.mkdir(parents=True, exist_ok=True)
+    write_problems(out / "eval.jsonl", held_out)
+    write_problems(out / "train.jsonl", draw_unseen(rng, NUM_TRAIN, {problem.key for problem in held_out}))
+    for name, recipe in (("teacher", TEACHER), ("student", STUDENT)):
+        model = train(recipe, name, held_out)
+        write_model(out / name, model, recipe)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{name}: {size:,} parameters, exact match {exact_match(model, held_out):.1%} on eval.jsonl", flush=True)
+
+
+if __name__ == "__main__":
+    main()

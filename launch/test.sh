@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Install what the tests need into .venv and run them:   bash launch/test.sh [pytest arguments]
+#   TORCH='torch==2.11.0' VENV=.venv211 bash launch/test.sh        another torch, in an environment of its own
+#   TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu' bash launch/test.sh      no CUDA libraries
+# Packages that are there already are not looked up again, so that a second run needs no network.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=${VENV:-.venv}
+python=$venv/bin/python
+
+[[ -x $python ]] || python3 -m venv "$venv"
+if [[ -n ${TORCH:-} ]] || ! "$python" -m pip show -qq torch; then
+    # A pinned version takes the CPU wheel of a pip that is set up with one; a plain `torch` would take the newest
+    # release, on Linux with gigabytes of CUDA. $TORCH is unquoted: it may carry options for pip.
+    "$python" -m pip install -q ${TORCH:-torch==2.13.0}
+fi
+"$python" -m pip install -q -r requirements.txt -r requirements-text.txt -r requirements-test.txt
+
+# The tests of several processes share the cores: one thread a process is faster, and the same everywhere.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$python" -m pytest "$@"

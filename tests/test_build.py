@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders into plain and sharded models: equal weights on uneven ranks, nothing uninitialised, bad folders refused."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors import safe_open
+from tiny import VOCAB, write_lm
+from torch.distributed.device_mesh import init_device_mesh
+
+from distill_core.build import (build_head, build_lm, build_replica, check_folder, common_vocab, load_lm, memory_plan,
+                                read_lm_config)
+from distill_core.fsdp import gather_into
+from distill_core.safetensors_io import write_folder
+
+VARIANTS = {"tied": {}, "untied": {"tie_word_embeddings": False}, "qwen3": {"model_type": "qwen3", "head_dim": 8,
+            "attention_bias": True}, "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False}}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_sharded_equals_plain(tmp_path, variant, num_ranks):
+    """Catches rows of the wrong rank, a tie lost by materialising, buffers left as garbage, an embedding read twice."""
+    folder = write_lm(tmp_path / "lm", **VARIANTS[variant])
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    plain = load_lm(folder)
+    with torch.no_grad():
+        want = plain.lm_head(plain(tokens))
+
+    def body(rank):
+        mesh, cpu = init_device_mesh("cpu", (num_ranks,)), torch.device("cpu")
+        model = build_lm(folder, mesh, cpu, dtype=torch.float32, trainable=True)
+        head = build_head(folder, mesh, cpu, dtype=torch.float32)
+        replica = build_replica(model.config, cpu, torch.float32, vocab_size=VOCAB - 3)
+        gather_into(model, replica)
+        with torch.no_grad():
+            hidden = model(tokens)
+            return model.lm_head(hidden), head(hidden), replica.lm_head(replica(tokens)), len(list(model.buffers()))
+
+    for logits, by_head, cut, num_buffers in run_ranks(body, num_ranks):
+        torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(by_head, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(cut, want[..., :VOCAB - 3], rtol=1e-5, atol=1e-5)
+        assert num_buffers == 0
+
+
+def test_bf16_storage_and_fp32_masters_with_bf16_compute():
+    """Catches master weights silently rounded to the compute dtype, and gradients reduced in bf16."""
+    def body(rank, folder):
+        mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
+        model = build_lm(folder, mesh, cpu, dtype=torch.float32, trainable=True, compute_dtype=torch.bfloat16)
+        hidden = model(torch.ones(1, 4, dtype=torch.long))
+        model.lm_head(hidden).float().sum().backward()
+        parameter = model.model.layers[0].mlp.up_proj.weight
+        group = model.model.layers[0]._get_fsdp_state()._fsdp_param_group
+        return hidden.dtype, parameter.dtype, parameter.grad.dtype, group._reduce_dtype
+
+    import tempfile
+    with tempfile.TemporaryDirectory() as place:
+        folder = write_lm(Path(place) / "lm")
+        for result in run_ranks(lambda rank: body(rank, folder), 2):
+            assert result == (torch.bfloat16, torch.float32, torch.float32, torch.float32)
+
+
+def corrupt(folder: Path, fault: str) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shard = sorted(set(index["weight_map"].values()))[0]
+    if fault == "missing shard":
+        (folder / shard).unlink()
+    elif fault == "leaves the folder":
+        index["weight_map"]["model.norm.weight"] = "../other.safetensors"
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif fault == "wrong shape":
+        raw = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 50}
+        (folder / "config.json").write_text(json.dumps(raw))
+    elif fault == "unknown rope":
+        raw = json.loads((folder / "config.json").read_text()) | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}
+        (folder / "config.json").write_text(json.dumps(raw))
+    elif fault == "no head":
+        raw = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+        (folder / "config.json").write_text(json.dumps(raw))
+    elif fault == "bad json":
+        (folder / "config.json").write_text("{")
+    elif fault == "no config":
+        (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize("fault, message", [
+    ("missing shard", "safetensors: is missing"), ("leaves the folder", r"\.\./other"), ("wrong shape", "mlp.*proj.weight"),
+    ("unknown rope", "longrope"), ("no head", "lm_head.weight"), ("bad json", "not valid JSON"), ("no config", "config.json")])
+def test_bad_folders_are_refused_before_any_weight_is_read(tmp_path, fault, message):
+    """Catches a model that trains from uninitialised or foreign weights because a file was missing or did not fit."""
+    folder = write_lm(tmp_path / "lm")
+    assert check_folder(folder) == read_lm_config(folder)
+    corrupt(folder, fault)
+    with pytest.raises(ValueError, match=message) as caught:
+        check_folder(folder)
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_nan_weights_are_refused_by_name(tmp_path):
+    """Catches a broken download that is a valid safetensors file."""
+    folder = write_lm(tmp_path / "lm")
+    weights = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            weights |= {name: opened.get_tensor(name) for name in opened.keys()}
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    weights["model.norm.weight"][3] = float("nan")
+    write_folder(tmp_path / "new", weights.items())
+    (tmp_path / "new" / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match="model.norm.weight holds NaN"):
+        load_lm(tmp_path / "new")
+
+
+def test_vocabularies_of_different_sizes(tmp_path):
+    """Catches logits compared across different vocabularies: cut only where the extra rows are beyond every token id."""
+    small, large = (read_lm_config(write_lm(tmp_path / str(v), vocab_size=v)) for v in (257, 288))
+    assert common_vocab(small, large, 257) == common_vocab(large, small, 257) == 257
+    assert common_vocab(large, large, None) == 288
+    with pytest.raises(ValueError, match="ids up to 257"):
+        common_vocab(small, large, 258)
+    with pytest.raises(ValueError, match="no tokenizer.json"):
+        common_vocab(small, large, None)
+
+
+def test_memory_plan_counts_what_is_really_allocated(tmp_path):
+    """Catches a start-up table that promises a fit which the run then exceeds: weights, moments and replica are exact."""
+    config = read_lm_config(write_lm(tmp_path / "lm"))
+    model = load_lm(tmp_path / "lm")
+    total = sum(p.numel() for p in model.parameters())
+    settings = dict(student_dtype=torch.bfloat16, rollout_dtype=torch.bfloat16, teacher_dtype=torch.bfloat16, offload=False,
+                    recompute=True, batch_rows=3, row_tokens=20, micro_batch_tokens=64, vocab_size=VOCAB, chunk_size=8)
+    plan = memory_plan(config, config, num_students=2, num_servers=4, **settings)
+    assert plan["student"]["weights"] == 4 * total // 2 and plan["student"]["optimizer"] == 8 * total // 2
+    assert plan["student"]["rollout replica"] == 2 * total and plan["teacher"]["teacher shard"] == 2 * total // 4
+    replica = build_replica(config, torch.device("cpu"), torch.bfloat16, vocab_size=VOCAB)
+    cache = replica.make_cache(3, 20)
+    assert plan["student"]["KV cache"] == cache.k.nbytes + cache.v.nbytes
+    inline = memory_plan(config, config, num_students=2, num_servers=0, **settings)
+    assert set(inline) == {"student"} and inline["student"]["teacher shard"] == 2 * total // 2

@@ -1,0 +1,606 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: a crash at every file-system call, damage of every kind, resharding, agreement of ranks, retention."""
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from distill_core import checkpoint as checkpoint_module
+from distill_core.checkpoint import compare_fingerprints, find_latest, load, open_checkpoint, read_tensor, save
+
+SHAPES = {"embed": (7, 4), "one_row": (1, 3), "two_rows": (2,), "wide": (10, 3), "no_row": (0, 2)}
+
+
+def values(step: int) -> dict[str, Tensor]:
+    """Global values of all tensors at a step: every dtype kind, odd row counts, scalars."""
+    generator = torch.Generator().manual_seed(step)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return tensors | {"wide": tensors["wide"].bfloat16(), "plain": torch.randn(3, generator=generator).double(),
+                      "scalar": torch.tensor(float(step)), "bytes": torch.arange(step, step + 5, dtype=torch.uint8)}
+
+
+def blank() -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in values(0).items()}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert actual[name].dtype == expected[name].dtype, name
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0, msg=name)
+
+
+def assert_resumes(root: Path, step: int) -> None:
+    found = find_latest(root)
+    assert found.step == step and found.state == {"step": step} and found.folder == root / f"step_{step:08d}"
+    target = blank()
+    load(found, target)
+    assert_same(target, values(step))
+
+
+def save_steps(root: Path, *steps: int, **options) -> None:
+    for step in steps:
+        save(root, step, values(step), {"step": step}, **options)
+
+
+def sharded(full: Tensor, world_size: int, rank: int) -> Tensor:
+    """This rank's part of a tensor in the way of FSDP2; small ones stay plain, as 0-d tensors must."""
+    if full.ndim == 0 or full.dtype in (torch.float64, torch.uint8):
+        return full.clone()
+    chunks = list(full.chunk(world_size)) if len(full) else []
+    local = chunks[rank].clone() if rank < len(chunks) else full.new_empty(0, *full.shape[1:])
+    return DTensor.from_local(local, init_device_mesh("cpu", (world_size,)), (Shard(0),), run_check=False,
+                              shape=full.shape, stride=full.stride())
+
+
+def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+
+
+# --- crashes --------------------------------------------------------------------------------------------------------
+
+class Crash(BaseException):
+    """Death of the process: not an Exception, so that no handler of the code can take it for an error."""
+
+
+def crash_at(monkeypatch, count: int) -> list[str]:
+    """The count-th call that changes files dies, a write half way, and so does every later one. Logs the calls."""
+    calls: list[str] = []
+
+    def wrap(name: str, real):
+        def call(*args, **kwargs):
+            calls.append(name)
+            if len(calls) < count:
+                return real(*args, **kwargs)
+            if name == "write" and len(calls) == count:
+                real(args[0], args[1][:len(args[1]) // 2])
+            if name == "close" and len(calls) > count:
+                real(*args, **kwargs)  # the kernel closes the files of a dead process
+            raise Crash(name)
+        return call
+
+    for name in ("open", "write", "fsync", "close", "mkdir", "rename", "replace", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, wrap(name, getattr(os, name)))
+    return calls
+
+
+def raising(error: BaseException):
+    def call(*args, **kwargs):
+        raise error
+    return call
+
+
+def prepare(root: Path, scene: str) -> None:
+    """Steps 1 and 2 and what dead runs leave; step 3 in ruins where the scene says so."""
+    if scene == "first save":
+        return
+    save_steps(root, 1, 2)
+    shutil.copytree(root / "step_00000002", root / ".tmp-step_00000003-0123abcd")
+    (root / ".tmp-latest-0123abcd").write_text("step_0")
+    if scene == "ruins":
+        shutil.copytree(root / "step_00000002", root / "step_00000003")
+
+
+@pytest.mark.parametrize("scene", ["first save", "third save", "ruins"])
+def test_a_crash_at_any_call_leaves_a_whole_checkpoint(tmp_path, monkeypatch, scene):
+    """Catches any order of writing, renaming and removing in which some instant leaves nothing, or half, to resume."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted all the same, without the time of the disk
+    outcomes = []
+    for count in range(1, 1000):
+        root = tmp_path / f"{count}"
+        prepare(root, scene)
+        with pytest.MonkeyPatch.context() as inner:
+            calls = crash_at(inner, count)
+            try:
+                save_steps(root, 3, keep_last=2)
+                crashed = False
+            except Crash:
+                crashed = True
+        assert crashed == (len(calls) >= count)
+        found = find_latest(root)
+        outcomes.append(found.step if found else 0)
+        if found:
+            assert_resumes(root, found.step)
+        if (root / "latest").exists():  # the hint names a whole folder at any time
+            open_checkpoint(root / (root / "latest").read_text().strip())
+        save_steps(root, 3, 4, keep_last=2)  # the next run goes on, and clears what the dead one left
+        assert_resumes(root, 4)
+        names = {path.name for path in root.iterdir() if "unverified" not in path.name}
+        assert names - {"step_00000002"} == {"latest", "step_00000003", "step_00000004"}
+        if not crashed:
+            break
+    assert not crashed and len(outcomes) > 12
+    old = 0 if scene == "first save" else 2
+    assert outcomes == sorted(outcomes) and set(outcomes) == {old, 3}
+
+
+def test_the_crash_test_sees_an_unsafe_order(tmp_path, monkeypatch):
+    """Control: a save that writes under the final name is caught by the same harness."""
+    monkeypatch.setattr(checkpoint_module, "_make_staging", lambda root, name: os.mkdir(root / name) or root / name)
+    monkeypatch.setattr(checkpoint_module, "_publish", lambda *args: None)
+    crash_at(monkeypatch, 5)
+    with pytest.raises(Crash):
+        save_steps(tmp_path, 3)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="none of 1 checkpoints can be used"):
+        find_latest(tmp_path)
+
+
+def test_everything_is_on_disk_before_the_name_exists(tmp_path, monkeypatch):
+    """Catches a missing fsync: of a file, of the staged folder before the rename, of the parent after it."""
+    calls, names = [], {}
+    real = {name: getattr(os, name) for name in ("open", "fsync", "rename", "replace")}
+
+    def spy_open(path, flags, *args):
+        descriptor = real["open"](path, flags, *args)
+        names[descriptor] = Path(path).name.split("-")[0]
+        if flags & os.O_CREAT:
+            calls.append(("create", names[descriptor]))
+            assert flags & os.O_EXCL
+        return descriptor
+
+    monkeypatch.setattr(os, "open", spy_open)
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(("fsync", names[fd])), real["fsync"](fd)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (calls.append(("rename", Path(b).name)), real["rename"](a, b)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(("replace", Path(b).name)), real["replace"](a, b)))
+    (tmp_path / "root").mkdir()
+    save_steps(tmp_path / "root", 3)
+    assert calls == [("create", "shard_00000.safetensors"), ("fsync", "shard_00000.safetensors"),
+                     ("create", "manifest.json"), ("fsync", "manifest.json"), ("fsync", ".tmp"),
+                     ("rename", "step_00000003"), ("fsync", "root"),
+                     ("create", ".tmp"), ("fsync", ".tmp"), ("replace", "latest"), ("fsync", "root")]
+
+
+def test_a_full_disk_raises_and_leaves_no_rubbish(tmp_path, monkeypatch):
+    """Catches an error that is swallowed, and a staged folder that goes on filling the disk."""
+    save_steps(tmp_path, 1)
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(os, "write", raising(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            save_steps(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert_resumes(tmp_path, 1)
+
+
+def test_a_rename_that_worked_but_reports_an_error_is_a_success(tmp_path, monkeypatch):
+    """Catches a run that dies on a network file system which repeats a request; a rename that failed still raises."""
+    real = os.rename
+
+    def lost_answer(source, target):
+        real(source, target)
+        raise OSError(errno.ENOENT, "No such file or directory")
+
+    with monkeypatch.context() as inner:
+        inner.setattr(os, "rename", lost_answer)
+        save_steps(tmp_path, 1)
+    assert_resumes(tmp_path, 1)
+
+    with monkeypatch.context() as inner:
+        inner.setattr(os, "rename", raising(OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(OSError, match="Input/output"):
+            save_steps(tmp_path, 2)
+    assert_resumes(tmp_path, 1)
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path, caplog):
+    """Catches trust in safetensors (which loads flipped data) or in a manifest that nothing protects."""
+    save_steps(tmp_path, 1, 2)
+    assert_resumes(tmp_path, 2)
+    for path in sorted((tmp_path / "step_00000002").iterdir()):
+        good = path.read_bytes()
+        for position in range(0, len(good), 1 + len(good) // 150):
+            path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1:])
+            caplog.clear()
+            assert_resumes(tmp_path, 1)
+            assert path.name in caplog.text and "step_00000002" in caplog.text
+        path.write_bytes(good)
+    assert_resumes(tmp_path, 2)
+
+
+def test_short_missing_and_stray_files(tmp_path, caplog):
+    """Catches a load of what is there: truncated or absent files are named, files that nobody listed are ignored."""
+    save_steps(tmp_path, 1, 2)
+    folder = tmp_path / "step_00000002"
+    (folder / "stray.safetensors").write_bytes(b"rubbish")
+    (folder / "shard_00001.safetensors").write_bytes((folder / "shard_00000.safetensors").read_bytes())
+    assert_resumes(tmp_path, 2)
+    for file in ("shard_00000.safetensors", "manifest.json"):
+        good = (folder / file).read_bytes()
+        for damaged in (good[:-1], b"", good + b"x", bytes(len(good)), None):
+            (folder / file).unlink() if damaged is None else (folder / file).write_bytes(damaged)
+            caplog.clear()
+            assert_resumes(tmp_path, 1)
+            assert file in caplog.text
+        (folder / file).write_bytes(good)
+    assert_resumes(tmp_path, 2)
+
+
+def rewrite_manifest(folder: Path, **changes) -> None:
+    """A manifest with changed fields and the right digest: what another version, or a forger, would write."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest.update(changes)
+    digest = checkpoint_module._manifest_digest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest}))
+
+
+def test_other_versions_names_and_paths_are_refused(tmp_path):
+    """Catches a future format read as if it were ours, a renamed folder, a manifest that points out of the folder."""
+    save_steps(tmp_path, 2)
+    folder = tmp_path / "step_00000002"
+    good = (folder / "manifest.json").read_bytes()
+    record = json.loads(good)["files"]["shard_00000.safetensors"]
+    cases = [({"format_version": 2}, "format version 2, this code reads 1"), ({"step": 3}, "is of step 3"),
+             ({"files": {"../x.safetensors": record}}, "plain name")]
+    for changes, message in cases:
+        rewrite_manifest(folder, **changes)
+        with pytest.raises(ValueError, match=message):
+            open_checkpoint(folder)
+        (folder / "manifest.json").write_bytes(good)
+    for text in ("[]", "{}", "null", '{"format_version": 1}', "[" * 100_000, '{"sha256": 1}'):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(ValueError, match="manifest.json: "):
+            open_checkpoint(folder)
+    (folder / "manifest.json").write_bytes(good)
+    open_checkpoint(folder)  # control
+
+
+def test_nothing_to_resume_is_not_the_same_as_nothing_usable(tmp_path):
+    """Catches a run that silently starts afresh over damaged checkpoints, and one that cannot start at all."""
+    assert find_latest(tmp_path / "absent") is None
+    prepare(tmp_path, "third save")
+    for name in ("step_00000001", "step_00000002"):
+        shutil.rmtree(tmp_path / name)
+    (tmp_path / "step_3").mkdir()
+    assert find_latest(tmp_path) is None  # only leftovers, and a name that is not ours
+    (tmp_path / "step_00000005").mkdir()
+    with pytest.raises(ValueError, match=r"none of 1 checkpoints can be used .newest: .*step_00000005.manifest.json"):
+        find_latest(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "garbage\0", "../x", "step_00000001", "step_00000009"])
+def test_the_hint_is_never_trusted(tmp_path, text):
+    """Catches a resume by way of `latest`: stale, garbled or pointing outside."""
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "latest").write_text(text)
+    assert_resumes(tmp_path, 2)
+
+
+def test_a_hint_that_cannot_be_written_only_warns(tmp_path, caplog):
+    """Catches a finished save that fails the run because of a quota error on a pointer file."""
+    save_steps(tmp_path, 1)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    save_steps(tmp_path, 2)
+    assert "latest could not be updated" in caplog.text
+    assert_resumes(tmp_path, 2)
+
+
+# --- an existing step, retention, modes -----------------------------------------------------------------------------
+
+def test_an_existing_step_is_kept_if_whole_and_moved_aside_if_not(tmp_path, caplog):
+    """Catches an overwrite of a published folder, and a re-save after a fall-back that cannot publish."""
+    save_steps(tmp_path, 1, 2)
+    folder = tmp_path / "step_00000002"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert save(tmp_path, 2, values(9), {"step": 9}) == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / "shard_00000.safetensors").write_bytes(b"")
+    save_steps(tmp_path, 2)
+    assert_resumes(tmp_path, 2)
+    [aside] = tmp_path.glob("*unverified*")
+    assert aside.name in caplog.text and (aside / "shard_00000.safetensors").read_bytes() == b""
+
+
+def steps_in(root: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in root.glob("step_????????"))
+
+
+def test_retention(tmp_path):
+    """Catches off-by-one counts, a lost milestone, and the removal of the checkpoint that the run resumed from."""
+    save_steps(tmp_path / "a", *range(1, 8), keep_last=2)
+    assert steps_in(tmp_path / "a") == [6, 7]
+    save_steps(tmp_path / "b", *range(1, 8), keep_last=1, keep_every=3)
+    assert steps_in(tmp_path / "b") == [3, 6, 7]
+    save_steps(tmp_path / "c", *range(1, 5))
+    assert steps_in(tmp_path / "c") == [1, 2, 3, 4]
+    save_steps(tmp_path / "c", 5, keep_last=1, resumed_from=tmp_path / "c" / "step_00000002")
+    assert steps_in(tmp_path / "c") == [2, 5]
+    assert not list(tmp_path.glob("*/.t*"))
+
+
+def test_retention_counts_only_complete_checkpoints(tmp_path):
+    """Catches half folders that push out the last whole one, and the removal of what is not a whole checkpoint."""
+    save_steps(tmp_path, 1, 2)
+    for name in ("step_00000007", "step_00000008"):
+        (tmp_path / name).mkdir()
+    shutil.copytree(tmp_path / "step_00000002", tmp_path / "step_00000009")
+    (tmp_path / "step_00000009" / "shard_00000.safetensors").write_bytes(b"")
+    for name in ("step_1", "step_000000011", "other", ".tmp-other", ".trash-step_00000001", "step_00000001.old"):
+        (tmp_path / name).mkdir()
+    names = {path.name for path in tmp_path.iterdir()}
+    save_steps(tmp_path, 3, keep_last=2)
+    assert {path.name for path in tmp_path.iterdir()} == names - {"step_00000001"} | {"step_00000003"}
+
+
+def test_newer_steps_that_do_not_verify_never_push_out_the_one_just_written(tmp_path):
+    """Catches retention by number alone: after a fall-back, the newest usable step is not the highest one."""
+    save_steps(tmp_path, 3, 8, 9)
+    for step in (8, 9):
+        path = tmp_path / f"step_{step:08d}" / "shard_00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")  # the right size, the wrong hash
+    resumed = find_latest(tmp_path)
+    assert resumed.step == 3
+    save_steps(tmp_path, 4, keep_last=2, resumed_from=resumed.folder)
+    assert steps_in(tmp_path) == [3, 4, 8, 9]
+    assert_resumes(tmp_path, 4)
+
+
+def test_links_are_not_followed_when_removing(tmp_path, caplog):
+    """Catches rmtree through a link: a step folder moved elsewhere must keep its files."""
+    save_steps(tmp_path / "root", 1, 2)
+    os.rename(tmp_path / "root" / "step_00000001", tmp_path / "elsewhere")
+    (tmp_path / "root" / "step_00000001").symlink_to(tmp_path / "elsewhere")
+    save_steps(tmp_path / "root", 3, keep_last=1)
+    assert steps_in(tmp_path / "root") == [3] and len(list((tmp_path / "elsewhere").iterdir())) == 2
+    with pytest.raises(AssertionError):
+        checkpoint_module._delete(tmp_path / "elsewhere")
+
+
+def test_a_failed_removal_only_warns(tmp_path, caplog, monkeypatch):
+    """Catches a run that ends because an old checkpoint could not be deleted."""
+    save_steps(tmp_path, 1, 2)
+
+    with monkeypatch.context() as inner:
+        inner.setattr(shutil, "rmtree", raising(OSError(errno.EBUSY, "Device or resource busy")))
+        save_steps(tmp_path, 3, keep_last=1)
+    assert "could not remove" in caplog.text
+    assert_resumes(tmp_path, 3)
+    save_steps(tmp_path, 4, keep_last=1)  # the next save clears the rest
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000004"]
+
+
+def test_modes_follow_the_umask(tmp_path):
+    """Catches 0600 files that the rest of the group cannot read."""
+    before = os.umask(0o027)
+    try:
+        save_steps(tmp_path / "root", 1)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "root").rglob("*")}
+    assert modes == {"step_00000001": 0o750, "shard_00000.safetensors": 0o640, "manifest.json": 0o640, "latest": 0o640}
+
+
+def test_requests_that_cannot_be_saved_are_refused(tmp_path):
+    """Catches a state that reads back differently (NaN), a step that the name cannot hold, a meta tensor."""
+    for step, state, message in ((-1, {}, "step -1"), (10**8, {}, "does not fit"), (1, {"x": float("nan")}, "JSON"),
+                                 (1, {"x": torch.ones(1)}, "JSON")):
+        with pytest.raises(ValueError, match=message):
+            save(tmp_path / "root", step, values(1), state)
+    with pytest.raises(AssertionError, match="w: .* meta"):
+        save(tmp_path / "root", 1, {"w": torch.empty(1, device="meta")}, {})
+    assert not (tmp_path / "root").exists()
+
+
+# --- load -----------------------------------------------------------------------------------------------------------
+
+def test_load_refuses_before_any_write(tmp_path):
+    """Catches a partial load: a missing, unexpected, reshaped or recast tensor with all the others already copied."""
+    save_steps(tmp_path, 1)
+    found = find_latest(tmp_path)
+    cases = [(blank() | {"more": torch.zeros(1)}, "more is not in the checkpoint"),
+             ({name: tensor for name, tensor in blank().items() if name != "plain"}, "plain is only in the checkpoint"),
+             (blank() | {"embed": torch.zeros(4, 7)}, r"embed is torch.float32 \[7, 4\] in the check.*\[4, 7\] here"),
+             (blank() | {"wide": torch.zeros(10, 3)}, "wide is torch.bfloat16")]
+    for target, message in cases:
+        with pytest.raises(ValueError, match=message):
+            load(found, target)
+        assert not any(tensor.any() for tensor in target.values())
+    assert_same({name: read_tensor(found, name) for name in found.tensors}, values(1))
+
+
+def test_parameters_are_filled_in_place(tmp_path):
+    """Catches a rebinding: optimizers and replicas hold the old tensors."""
+    parameter = torch.nn.Parameter(torch.ones(3, 2))
+    save(tmp_path, 1, {"p": parameter, "transposed": torch.arange(6.0).view(2, 3).T}, {})
+    target, view = torch.nn.Parameter(torch.zeros(3, 2)), torch.zeros(2, 3)
+    load(find_latest(tmp_path), {"p": target, "transposed": view.T})
+    assert target.requires_grad and target.grad_fn is None and bool((target == 1).all())
+    assert_same({"v": view}, {"v": torch.arange(6.0).view(2, 3)})
+
+
+def test_resharding_1_2_3_1(tmp_path):
+    """Catches wrong offsets for odd row counts and empty shards, rows twice, and a load bound to the world size."""
+    def body(rank: int, world_size: int, step: int) -> dict[str, Tensor]:
+        group = dist.group.WORLD
+        target = {name: sharded(tensor, world_size, rank) for name, tensor in blank().items()}
+        found = find_latest(tmp_path, group=group)
+        load(found, target, group=group)
+        new = {name: sharded(tensor, world_size, rank) for name, tensor in values(step + 1).items()}
+        save(tmp_path, step + 1, new, {"step": step + 1}, group=group)
+        return gathered(target)
+
+    save_steps(tmp_path, 1)
+    for step, world_size in enumerate((2, 3, 1, 3), start=1):
+        for loaded in run_ranks(lambda rank: body(rank, world_size, step), world_size):
+            assert_same(loaded, values(step))
+        assert len(list((tmp_path / f"step_{step + 1:08d}").iterdir())) == world_size + 1
+    assert_resumes(tmp_path, 5)
+
+
+def test_fsdp_and_adamw_continue_bit_for_bit(tmp_path):
+    """Catches moments keyed by index, or rows lost between FSDP2's padded shards and the files: 5 rows on 2, then 3."""
+    def trained(world_size: int, steps: range, resume: bool, rank: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(3, 5)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, foreach=False)
+        for p in layer.parameters():
+            optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p),
+                                  "exp_avg_sq": torch.zeros_like(p)}
+        tensors = {f"student.{name}": p for name, p in layer.named_parameters()}
+        tensors |= {f"optim.{key}.{name}": value for name, p in layer.named_parameters()
+                    for key, value in optimizer.state[p].items()}
+        if resume:
+            load(find_latest(tmp_path, group=dist.group.WORLD), tensors, group=dist.group.WORLD)
+        for step in steps:
+            layer(torch.full((2, 3), 1.0 + step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not resume:
+            save(tmp_path, steps.stop, tensors, {}, group=dist.group.WORLD)
+        return {name: t.clone() for name, t in gathered(tensors).items()}
+
+    first = run_ranks(lambda rank: trained(2, range(0, 2), False, rank), 2)[0]
+    resumed = run_ranks(lambda rank: trained(3, range(0), True, rank), 3)
+    for loaded in resumed:
+        assert_same(loaded, first)
+    straight = run_ranks(lambda rank: trained(2, range(0, 4), False, rank), 2)[0]
+    shutil.rmtree(tmp_path / "step_00000004")
+    assert_same(run_ranks(lambda rank: trained(2, range(2, 4), True, rank), 2)[0], straight)
+
+
+# --- agreement of ranks ---------------------------------------------------------------------------------------------
+
+def outcome(action) -> str:
+    try:
+        action()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+@pytest.mark.parametrize("failing, call, error, peers", [
+    (1, "write", OSError(errno.ENOSPC, "No space left"), "RuntimeError: rank 1 of 3: OSError: .*No space left"),
+    (0, "write", OSError(errno.ENOSPC, "No space left"), "RuntimeError: rank 0 of 3: OSError: .*No space left"),
+    (0, "rename", OSError(errno.EIO, "Input/output error"), "RuntimeError: rank 0 of 3: OSError: .*Input/output"),
+    (0, "mkdir", PermissionError(errno.EACCES, "Permission denied"), "RuntimeError: rank 0 of 3: PermissionError: "),
+    (2, "fsync", KeyboardInterrupt("stop"), "RuntimeError: rank 2 of 3: KeyboardInterrupt: stop"),
+])
+def test_one_failing_rank_fails_all_and_leaves_the_old_checkpoint(tmp_path, failing, call, error, peers):
+    """Catches a hang in the next collective, a rank that believes in a checkpoint that does not exist, and rubbish."""
+    save_steps(tmp_path, 1)
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def body(rank: int) -> list[str]:
+        mine = {name: sharded(tensor, 3, rank) for name, tensor in values(2).items()}
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if rank == failing:
+                monkeypatch.setattr(os, call, raising(error))
+            first = outcome(lambda: save(tmp_path, 2, mine, {"step": 2}, group=dist.group.WORLD))
+        dist.barrier()
+        listing = sorted(path.name for path in tmp_path.iterdir())
+        dist.barrier()
+        return [first, str(listing), outcome(lambda: save(tmp_path, 3, mine, {"step": 3}, group=dist.group.WORLD))]
+
+    for rank, (first, listing, second) in enumerate(run_ranks(body, 3)):
+        own = rank == failing and isinstance(error, KeyboardInterrupt)
+        assert re.match("KeyboardInterrupt: stop" if own else peers, first), first
+        assert listing == str(before) and second == "done"  # and the ranks are still in step with each other
+    assert find_latest(tmp_path).step == 3
+
+
+def test_rank_0_decides_what_exists(tmp_path):
+    """Catches ranks that each list a network folder and differ: rank 1 sees no folder at all."""
+    save_steps(tmp_path, 1)
+
+    def body(rank: int) -> int:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if rank == 1:
+                monkeypatch.setattr(os, "listdir", lambda path: [])
+                monkeypatch.setattr(os.path, "lexists", lambda path: False)
+            save(tmp_path, 1, values(1), {"step": 1}, group=dist.group.WORLD)
+            return find_latest(tmp_path, group=dist.group.WORLD).step
+
+    assert run_ranks(body, 2) == [1, 1]
+
+
+def test_damage_seen_by_one_rank_makes_all_fall_back(tmp_path):
+    """Catches ranks that resume different steps: the shard of rank 1 is damaged, and only rank 1 hashes it."""
+    def body(rank: int) -> list:
+        group = dist.group.WORLD
+        for step in (1, 2):
+            mine = {name: sharded(tensor, 2, rank) for name, tensor in values(step).items()}
+            save(tmp_path, step, mine, {"step": step}, group=group)
+        if rank == 0:
+            path = tmp_path / "step_00000002" / "shard_00001.safetensors"
+            path.write_bytes(path.read_bytes()[:-1])
+        dist.barrier()
+        records = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())
+        logging.getLogger("distill").addHandler(handler)
+        found = find_latest(tmp_path, group=group)
+        return [found.step, found.state, records]
+
+    first, second = run_ranks(body, 2)
+    assert first[:2] == second[:2] == [1, {"step": 1}]
+    assert len(first[2]) == 1 and "shard_00001.safetensors" in first[2][0] and second[2] == []
+
+
+def test_ranks_that_save_different_things_are_stopped(tmp_path):
+    """Catches a rank that is a step ahead, or has other tensors: its file would be mixed in without an error."""
+    def body(rank: int) -> list[str]:
+        group, more = dist.group.WORLD, {"more": torch.ones(1)} if rank else {}
+        return [outcome(lambda: save(tmp_path, 1 + rank, values(1), {}, group=group)),
+                outcome(lambda: save(tmp_path, 1, values(1) | more, {}, group=group))]
+
+    for result in run_ranks(body, 2):
+        assert all("ranks save different steps or tensors" in text for text in result)
+    assert find_latest(tmp_path) is None
+
+
+# --- fingerprints ---------------------------------------------------------------------------------------------------
+
+def test_fingerprints():
+    """Catches a resume under another learning rate or tokenizer, and a message that does not say what differs."""
+    same = {"optim": {"lr": 1e-6, "betas": (0.9, 0.95)}, "tokenizer": "ab", "old": 1, "flag": True}
+    saved = json.loads(json.dumps(same))
+    compare_fingerprints(saved, same, ())
+    now = {"optim": {"lr": 2e-6, "betas": (0.9, 0.95)}, "tokenizer": "cd", "new": None, "flag": 1}
+    with pytest.raises(ValueError) as caught:
+        compare_fingerprints(saved, now, ("tokenizer",))
+    message = str(caught.value)
+    for part in ("optim.lr: saved 1e-06, now 2e-06", "old: saved 1, now absent", "new: saved absent, now null",
+                 "flag: saved true, now 1", "checkpoint.allow_drift='[flag,new,old,optim.lr]'"):
+        assert part in message
+    assert "betas" not in message and "tokenizer" not in message and "\n" not in message
+    compare_fingerprints(saved, now, ("tokenizer", "optim.lr", "old", "new", "flag"))

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.py: strict loading, overrides, messages, checks between keys, and a fuzz that knows only one-line errors."""
+import dataclasses
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distill_core import config as config_module
+from distill_core.config import ConfigError, OPDConfig, check, check_world, differences, load, to_yaml, warnings
+
+MINIMAL = """\
+job: opd
+name: run-1
+max_steps: 60
+student: {path: models/student}
+teacher: {path: models/teacher}
+data: {train: train.jsonl, eval: eval.jsonl}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(text or bytes) -> path of a config file."""
+    def write_file(content):
+        path = tmp_path / "job.yaml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+    return write_file
+
+
+def refusal(path, overrides=()):
+    """The message with which load refuses a file; always one line."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    message = str(caught.value)
+    assert message and "\n" not in message and len(message) < 1000, message
+    return message
+
+
+# ---- loading
+
+def test_defaults_and_types(write):
+    """Catches a default that drifts from the documented tree, and a wrong field type."""
+    config = load(write(MINIMAL))
+    assert config.data.train == ("train.jsonl",) and config.student.path == "models/student"
+    assert (config.optim.lr, config.optim.betas, config.loss.mode, config.loss.top_k) == (
+        1e-6, (0.9, 0.95), "reverse_kl_topk", 16)
+    assert (config.rollout.temperature, config.rollout.stop_ids, config.teacher.chunk_size) == (1.0, None, 1024)
+    assert config.alarms.teacher_nonfinite.action == "stop" and config.alarms.student_mass.limit == 0.5
+    assert config.probe.max_kl_bf16 == 5e-3 and config.topology.teacher_ranks == 1
+
+
+def test_yaml_floats_without_a_dot(write):
+    """Catches PyYAML's reading of 1e-6 as text. Control: PyYAML does read it as text."""
+    assert yaml.safe_load("lr: 1e-6") == {"lr": "1e-6"}
+    for text in ("1e-5", "1.0e-5", "'1e-5'", "0.00001", "1E-5", "+1e-05"):
+        assert load(write(MINIMAL + f"optim: {{lr: {text}}}\n")).optim.lr == 1e-5
+    assert load(write(MINIMAL + "optim: {max_grad_norm: 2}\n")).optim.max_grad_norm == 2.0
+
+
+def test_overrides(write):
+    """Catches overrides that lose the file's other keys of a section, and lists or nulls read as text."""
+    path = write(MINIMAL + "optim: {lr: 1e-4, eps: 1e-7}\nalarms: {student_mass: {action: stop}}\n")
+    config = load(path, ["optim.lr=1e-5", "optim.lr=2e-5", "rollout.stop_ids=[0, 2]", "data.eval=null", "eval.every=0",
+                         "data.train=[a.jsonl, 'b c.jsonl']", "deterministic=true", r"eval.answer_pattern=#### (\d+)"])
+    assert (config.optim.lr, config.optim.eps) == (2e-5, 1e-7)
+    assert config.rollout.stop_ids == (0, 2) and config.data.eval is None and config.deterministic is True
+    assert config.data.train == ("a.jsonl", "b c.jsonl")
+    assert config.eval.answer_pattern == r"#### (\d+)"    # as YAML this would be a comment
+    assert config.alarms.student_mass.limit == 0.5 and config.alarms.student_mass.action == "stop"
+
+
+def test_round_trip(write):
+    """Catches text that to_yaml writes and load reads differently: quoting, floats, null, empty lists, non-ASCII."""
+    overrides = ['name="1e5"', "optim.lr=3e-7", "rollout.stop_ids=[]", "loss.advantage_clip=2",
+                 "data.train=[\"off\", 'a: b', 'x # y', caf\u00e9.jsonl]", r"eval.answer_pattern='= *(-?\d+)'",
+                 "run_root=" + "long folder " * 20 + "end"]
+    config = load(write(MINIMAL), overrides)
+    assert config.name == "1e5" and config.data.train[0] == "off"
+    assert load(write(to_yaml(config))) == config
+    assert to_yaml(load(write(to_yaml(config)))) == to_yaml(config)
+
+
+def test_differences(write):
+    """Catches a start block that hides a changed key or lists unchanged ones."""
+    config = load(write(MINIMAL), ["optim.lr=1e-5", "optim.betas=[0.9, 0.99]", "alarms.student_mass.limit=null",
+                                   "deterministic=true", "seed=0"])
+    assert differences(config) == [
+        "deterministic=true (default false)", "data.eval=eval.jsonl (default null)", "optim.lr=1e-05 (default 1e-06)",
+        "optim.betas=[0.9, 0.99] (default [0.9, 0.95])", "alarms.student_mass.limit=null (default 0.5)"]
+
+
+def test_job_selects_the_class(write):
+    """Catches a DMD file, or one for another tool, that is trained as OPD."""
+    assert "dmd is not available" in refusal(write(MINIMAL.replace("job: opd", "job: dmd")))
+    assert "expected opd, got 'sft'" in refusal(write(MINIMAL.replace("job: opd", "job: sft")))
+    assert "first key" in refusal(write("name: x\n" + MINIMAL.replace("name: run-1\n", "")))
+    assert "first key" in refusal(write("")) and "first key" in refusal(write("- job"))
+
+
+# ---- messages
+
+@pytest.mark.parametrize("override, parts", [
+    ("optim.learning=1", ["optim.learning: unknown key"]),
+    ("optim.weigth_decay=1", ["did you mean optim.weight_decay?"]),
+    ("rollout.max_tokens=8", ["did you mean rollout.max_new_tokens?"]),
+    ("lr=1e-5", ["did you mean optim.lr?"]),
+    ("rolout.top_p=0.5", ["did you mean rollout?"]),
+    ("fsdp_mode=no-shard", ["fsdp_mode: unknown key"]),
+    ("optim.lr=fast", ["optim.lr", "'fast'", "a finite number"]),
+    ("optim.lr=nan", ["optim.lr", "a finite number"]),
+    ("optim.lr=.inf", ["optim.lr", "a finite number"]),
+    ("optim.lr=1e999", ["optim.lr", "overflows"]),
+    ("optim.lr=1_0", ["optim.lr"]),
+    ("optim.lr=true", ["optim.lr", "'true'"]),
+    ("max_steps=true", ["max_steps", "an integer"]),
+    ("max_steps=1.5", ["max_steps", "an integer"]),
+    ("max_steps=1e3", ["max_steps", "an integer"]),
+    ("max_steps=010", ["max_steps", "an integer"]),
+    ("max_steps=1:30", ["max_steps", "an integer"]),
+    ("max_steps=" + "9" * 5000, ["max_steps", "an integer"]),
+    ("max_steps=null", ["max_steps", "got null"]),
+    ("max_steps=[3]", ["max_steps", "got a list"]),
+    ("deterministic=1", ["deterministic", "true or false"]),
+    ("deterministic=null", ["deterministic", "got null"]),
+    ("name=off", ["name", "reads this as bool", '"off"']),
+    ("name=2024-01-01", ["name", "timestamp"]),
+    ("name=12", ["name", "reads this as int"]),
+    ('name="a\\nb"', ["name", "printable"]),
+    ('name=""', ["name", "empty"]),
+    ("eval.answer_pattern=", ["eval.answer_pattern", "no value"]),
+    ("loss.mode=reverse_kl", ["loss.mode", "nearest: loss.mode=reverse_kl_topk"]),
+    ("data.long_prompts=off", ["data.long_prompts", "drop, cut"]),
+    ("loss={mode: x}", ["loss", "a whole section"]),
+    ("loss=3", ["loss", "a whole section", "loss.KEY"]),
+    ("loss.mode.x=3", ["loss.mode"]),
+    ("optim.betas=[0.9]", ["optim.betas", "2 values"]),
+    ("rollout.stop_ids=[1, x]", ["rollout.stop_ids[1]"]),
+    ("data.train=[a", ["not valid YAML"]),
+    ("optim", ["not an override"]),
+    ("optim..lr=1", ["not an override"]),
+    ("=1", ["not an override"]),
+])
+def test_messages_of_overrides(write, override, parts):
+    """Catches a bad value that is accepted, or refused without naming key, value and what to do."""
+    message = refusal(write(MINIMAL + "optim: {eps: 1e-8}\nloss: {top_k: 16}\n"), [override])
+    assert all(part in message for part in parts), message
+    assert "(" in message, message    # the remedy
+
+
+@pytest.mark.parametrize("text, parts", [
+    (MINIMAL + "optim:\n  lr: 1\n  lrr: 2\n", [":9: optim.lrr", "did you mean optim.lr?"]),
+    (MINIMAL + "seed: 1\nseed: 2\n", [":8: duplicate key 'seed'"]),
+    (MINIMAL + "optim: {lr: 1, lr: 2}\n", ["duplicate key 'lr'"]),
+    (MINIMAL + "seed: fast\n", [":7: seed", "'fast'"]),
+    (MINIMAL + "eval:\n", [":7: eval: no value"]),
+    (MINIMAL + "eval: null\n", ["eval: expected a section"]),
+    (MINIMAL + "eval: {answer_pattern: #### (.*)\n}\n", ["eval.answer_pattern: no value"]),
+    (MINIMAL + "on: 1\n", ["on: unknown key"]),
+    (MINIMAL + "run_root: &a runs\nname2: *a\n", ["aliases"]),
+    (MINIMAL + "<<: {seed: 1}\n", ["<<: unknown key"]),
+    (MINIMAL + "run_root: !!python/object/apply:os.system [id]\n", ["tags"]),
+    (MINIMAL + "run_root: !!str 3\n", ["tags"]),
+    (MINIMAL + "? [a, b]\n: 3\n", ["a key is not plain text"]),
+    (MINIMAL + "seed: " + "[" * 20000 + "\n", ["nested"]),
+    (MINIMAL + "seed: " + "{a: " * 5000 + "\n", ["nested"]),
+    (MINIMAL + "---\njob: opd\n", ["more than one YAML document"]),
+    (MINIMAL + "\tseed: 1\n", [":7: not valid YAML"]),
+    (MINIMAL + "run_root: a: b\n", [":7: not valid YAML"]),
+    (MINIMAL + 'run_root: "\\UFFFFFFFF"\n', ["not valid YAML"]),
+    (MINIMAL + 'run_root: "\\ud800"\n', ["printable"]),
+    (MINIMAL + "run_root: \x07\n", ["not valid YAML"]),
+    (MINIMAL + "#" * 70000, ["larger than"]),
+    (MINIMAL.encode() + b"run_root: \xff\n", ["not UTF-8"]),
+    (MINIMAL.replace("student: {path: models/student}\n", ""), ["student.path: required"]),
+    (MINIMAL.replace("path: models/teacher", ""), ["teacher.path: required"]),
+    (MINIMAL.replace("max_steps: 60\n", ""), ["max_steps: required"]),
+    (MINIMAL.replace("train: train.jsonl, ", ""), ["data.train: required"]),
+    (MINIMAL.replace("train: train.jsonl", "train: []"), ["data.train", "empty"]),
+])
+def test_messages_of_files(write, text, parts):
+    """Catches YAML that is taken differently from how it looks, bombs, and errors without their line."""
+    message = refusal(write(text))
+    assert all(part in message for part in parts), message
+
+
+def test_alias_bomb_costs_nothing(write):
+    """Catches a billion laughs, which loads in no time as shared references and explodes when it is printed."""
+    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60))
+    assert "aliases" in refusal(write("job: opd\n" + bomb))
+
+
+def test_unreadable_files(tmp_path):
+    """Catches a traceback for a wrong path."""
+    for path in (tmp_path / "none.yaml", tmp_path, "a\0b"):
+        assert "cannot be read" in refusal(path)
+
+
+def test_byte_order_mark_and_crlf(write):
+    """Catches a file from a Windows editor that is refused or read with \\r in its values."""
+    assert load(write(b"\xef\xbb\xbf" + MINIMAL.replace("\n", "\r\n").encode())) == load(write(MINIMAL))
+
+
+# ---- checks
+
+@pytest.mark.parametrize("overrides, parts", [
+    (["loss.top_k=1"], ["loss.top_k", "reverse_kl_topk"]),
+    (["loss.top_k=1", "loss.mode=forward_kl_topk"], ["loss.top_k"]),
+    (["rollout.temperature=0"], ["rollout.temperature", "> 0"]),
+    (["rollout.top_p=0"], ["rollout.top_p"]),
+    (["rollout.top_p=1.5"], ["rollout.top_p"]),
+    (["rollout.max_new_tokens=0"], ["rollout.max_new_tokens", ">= 1"]),
+    (["rollout.stop_ids=[-1]"], ["rollout.stop_ids"]),
+    (["teacher.param_offload=true", "device=cpu"], ["teacher.param_offload", "device"]),
+    (["topology.world_size=2", "topology.teacher_ranks=2"], ["topology.teacher_ranks"]),
+    (["topology.teacher_ranks=-1"], ["topology.teacher_ranks"]),
+    (["eval.every=-1"], ["eval.every"]),
+    (["data.eval=null"], ["data.eval", "eval.every"]),
+    (["optim.warmup_steps=60"], ["optim.warmup_steps", "max_steps"]),
+    (["optim.betas=[0.9, 1.0]"], ["optim.betas"]),
+    (["optim.lr=0"], ["optim.lr"]),
+    (["loss.log_prob_min_clamp=1"], ["loss.log_prob_min_clamp"]),
+    (["loss.advantage_clip=-1"], ["loss.advantage_clip"]),
+    (["alarms.student_mass.limit=2"], ["alarms.student_mass.limit"]),
+    (["max_steps=0"], ["max_steps"]),
+    (["eval.answer_pattern=("], ["eval.answer_pattern", "regex"]),
+    ([r"eval.answer_pattern=\d+"], ["eval.answer_pattern", "group"]),
+    (["eval.answer_pattern=" + "(" * 5000], ["eval.answer_pattern"]),
+    (["name=.."], ["name"]),
+    (["name=a/b"], ["name"]),
+    (["name=a b"], ["name"]),
+])
+def test_checks_between_keys(write, overrides, parts):
+    """Catches a config that would fail, or train nothing, hours later."""
+    message = refusal(write(MINIMAL), overrides)
+    assert all(part in message for part in parts), message
+
+
+def test_checks_allow_what_is_legal(write):
+    """Control for the one above: the borders of the ranges are not refused."""
+    load(write(MINIMAL), ["loss.mode=reverse_kl_full", "loss.top_k=1", "eval.temperature=0", "rollout.stop_ids=[]",
+                          "teacher.param_offload=true", "topology.teacher_ranks=0", "topology.world_size=1",
+                          "optim.warmup_steps=59", "alarms.student_mass.limit=null", "eval.top_p=1"])
+    load(write(MINIMAL), ["data.eval=null", "eval.every=0"])
+
+
+def test_every_number_has_a_range():
+    """Catches a new number that nobody bounded."""
+    bounded = {path for _, _, paths in config_module._RANGES for path in paths}
+    fields = {path: kind for path, kind in all_fields(OPDConfig)}
+    numbers = {path for path, kind in fields.items() if "int" in str(kind) or "float" in str(kind)}
+    assert numbers - {"student.dtype", "teacher.dtype", "rollout.dtype"} == bounded
+
+
+def all_fields(kind, prefix=""):
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.type):
+            yield from all_fields(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field.type
+
+
+def test_check_runs_on_edited_configs(write):
+    """Catches checks that only happen while parsing: NaN set from code passes every `x < limit`."""
+    config = load(write(MINIMAL))
+    check(config)
+    with pytest.raises(ConfigError, match="optim.lr"):
+        check(dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=float("nan"))))
+
+
+def test_check_world(write):
+    """Catches a world without a student."""
+    config = load(write(MINIMAL), ["topology.teacher_ranks=2"])
+    check_world(config, 3)
+    for world_size in (1, 2):
+        with pytest.raises(ConfigError, match="topology.teacher_ranks.*inline"):
+            check_world(config, world_size)
+    check_world(load(write(MINIMAL), ["topology.teacher_ranks=0"]), 1)
+
+
+def test_warnings(write):
+    """Catches an option that is ignored in silence. Control: the defaults warn of nothing."""
+    path = write(MINIMAL)
+    assert warnings(load(path)) == []
+    assert warnings(load(path, ["loss.log_prob_min_clamp=-10", "optim.min_lr_frac=0.1", "optim.schedule=cosine"])) == []
+    for overrides, keys in [
+        (["loss.mode=forward_kl_full", "loss.log_prob_min_clamp=-10", "loss.top_k=8"],
+         ["loss.top_k", "loss.log_prob_min_clamp"]),
+        (["loss.advantage_clip=1"], ["loss.advantage_clip"]),
+        (["optim.min_lr_frac=0.1"], ["optim.min_lr_frac"]),
+        (["eval.every=0", "eval.n=4"], ["data.eval", "eval.n"]),
+        (["eval.temperature=0", "eval.n=4"], ["eval.n"]),
+        (["loss.mode=reverse_kl_sampled", "rollout.top_p=0.9"], ["rollout.top_p"]),
+        (["data.eval=train.jsonl"], ["data.eval"]),
+    ]:
+        lines = warnings(load(path, overrides))
+        assert [line.split("=")[0].split()[0] for line in lines] == keys, lines
+
+
+# ---- command line
+
+def test_command_prints_the_config_without_torch(write):
+    """Catches `python -m distill_core.config` that imports torch, prints something load cannot read, or exits 0."""
+    root = Path(config_module.__file__).parent.parent
+    script = ("import sys, distill_core.config as c\ncode = c.main(sys.argv[1:])\n"
+              "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\nsys.exit(code)")
+
+    def command(*arguments):
+        return subprocess.run([sys.executable, "-c", script, *arguments], cwd=root, capture_output=True, text=True)
+
+    path = str(write(MINIMAL))
+    result = command(path, "optim.lr=1e-5", "optim.min_lr_frac=0.5")
+    assert result.returncode == 0 and "warning: optim.min_lr_frac" in result.stderr
+    assert load(write(result.stdout)).optim.lr == 1e-5
+    result = command(path, "optim.lrr=1e-5")
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+
+
+# ---- fuzz
+
+FULL = MINIMAL + """\
+loss: {mode: reverse_kl_full, top_k: 16, log_prob_min_clamp: null}
+rollout:
+  temperature: 1.0
+  stop_ids: [0, 2]
+optim: {lr: 1e-6, betas: [0.9, 0.95], schedule: "cosine"}
+eval: {every: 20, answer_pattern: '(\\d+)$'}
+alarms: {student_mass: {limit: 0.5, action: warn}}
+"""
+PIECES = ["\n", ":", ": ", "{", "}", "[", "]", "-", "- ", "#", "&a ", "*a", "!!int ", "!", "%", "@", "`", "|", ">",
+          "'", '"', "\\", "\t", "\0", "\x85", "\ufeff", "\ud7ff", "null", "~", "true", "off", "nan", ".inf", "1e999",
+          "-1", "0", "0x10", "1:30", "<<: ", "? ", "---", "...", ",", "\u00e9", "\\U00110000", "job: dmd", "[" * 30,
+          "9" * 400]
+
+
+def mutate(text, rng):
+    """A few seeded edits: insert a piece, delete, repeat, or move a slice."""
+    for _ in range(rng.randint(1, 2)):
+        i, j = sorted(rng.randrange(len(text) + 1) for _ in range(2))
+        j = min(j, i + rng.choice([1, 3, 30]))
+        edits = [text[:i] + rng.choice(PIECES) + text[i:], text[:i] + text[j:], text[:j] + text[i:],
+                 text[:i] + text[j:] + text[i:j], text[:i] + rng.choice(PIECES) + text[j:]]
+        text = rng.choice(edits)
+    return text
+
+
+def test_fuzz_files_and_overrides(write):
+    """Catches any exception but a one-line ConfigError, and an accepted config that does not survive to_yaml."""
+    rng = random.Random(0)
+    accepted = refused = 0
+    for i in range(600):
+        text = mutate(FULL, rng)
+        overrides = [mutate("optim.lr=1e-5", rng)] if i % 3 == 0 else []
+        raw = bytearray(text.encode())
+        if i % 10 == 0 and raw:
+            raw[rng.randrange(len(raw))] = rng.randrange(256)
+        try:
+            config = load(write(bytes(raw)), overrides)
+        except ConfigError as error:
+            refused += 1
+            assert str(error) and str(error).isprintable(), (text, str(error))
+        else:
+            accepted += 1
+            warnings(config), differences(config)
+            assert load(write(to_yaml(config))) == config, text
+    assert accepted > 15 and refused > 300, (accepted, refused)

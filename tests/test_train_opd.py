@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OPD script itself on forked ranks: the whole sharded step against float64, the probe, resume, alarms, bad input."""
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import VOCAB, write_config, write_lm, write_prompts
+
+import train_opd
+from distill_core import config as cfg
+from distill_core import teacher as teacher_module
+from distill_core.build import load_lm
+from distill_core.metrics import Metrics, read_jsonl
+from distill_core.run import StopRequest, open_run
+from distill_core.topology import make_groups
+
+CPU = torch.device("cpu")
+
+
+def live(path, num_ranks: int, on_student, overrides=(), timeout_s: int = 20):
+    """Every rank prepares the job; teacher ranks serve for life, students run `on_student(job, world)`."""
+    def body(rank):
+        job = train_opd.prepare(cfg.load(path, overrides), num_ranks, num_ranks)
+        world = make_groups(job.plan, CPU, job.config.topology.timeout_s)
+        if not world.is_student:
+            return train_opd.serve_teacher(job, world)
+        return on_student(job, world)
+
+    return run_ranks(body, num_ranks, timeout_s=timeout_s)
+
+
+def whole_run(path, num_ranks: int, overrides=()):
+    """What train_opd.py does on each rank after the command line, without ending the process on errors."""
+    def on_student(job, world):
+        log = open_run(job.run_dir, cfg.to_yaml(job.config), world.rank)
+        log.handlers = [h for h in log.handlers if isinstance(h, logging.FileHandler)]
+        train_opd.train(job, world, log, StopRequest(job.run_dir))
+
+    return live(path, num_ranks, on_student, overrides)
+
+
+# --- the whole sharded step -----------------------------------------------------------------------------------------
+
+def reference(path, overrides, samples) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
+    """Loss, diagnostics and gradients of one step in float64 by autograd on dense logits, one sample at a time."""
+    config = cfg.load(path, overrides)
+    student, teacher = (load_lm(p, torch.float64) for p in (config.student.path, config.teacher.path))
+    vocab = min(student.config.vocab_size, teacher.config.vocab_size)
+    temperature, k = config.rollout.temperature, config.loss.top_k
+    total, count, sums = 0.0, 0, dict.fromkeys(("student_mass", "teacher_mass", "overlap_ratio", "teacher_entropy"), 0.0)
+    for sample in samples:
+        tokens, first = torch.tensor([sample.prompt + sample.tokens]), len(sample.prompt)
+        place = slice(first - 1, tokens.shape[1] - 1)
+        s = student.lm_head(student(tokens))[0, place, :vocab] / temperature
+        with torch.no_grad():
+            t = teacher.lm_head(teacher(tokens))[0, place, :vocab] / temperature
+        logq, logp = s.log_softmax(-1), t.log_softmax(-1)  # q: student, p: teacher
+        ids, teacher_ids = sample.topk_ids.long(), logp.topk(k).indices
+        assert torch.equal(logq.topk(k).indices, ids), "the captured ids are the student's top-K"
+        top_q, top_p = logq.gather(1, ids).log_softmax(-1), logp.gather(1, ids).log_softmax(-1)
+        own_q, own_p = logq.gather(1, teacher_ids).log_softmax(-1), logp.gather(1, teacher_ids).log_softmax(-1)
+        sampled = torch.tensor(sample.tokens)[:, None]
+        losses = {
+            "reverse_kl_topk": (top_q.exp() * (top_q - top_p)).sum(-1),
+            "forward_kl_topk": (own_p.exp() * (own_p - own_q)).sum(-1),
+            "reverse_kl_full": (logq.exp() * (logq - logp)).sum(-1), "forward_kl_full": (logp.exp() * (logp - logq)).sum(-1),
+            "reverse_kl_sampled": -(logp - logq).gather(1, sampled)[:, 0].detach() * logq.gather(1, sampled)[:, 0]}
+        total, count = total + losses[config.loss.mode].sum(), count + len(sample.tokens)
+        overlap = (ids[:, :, None] == teacher_ids[:, None, :]).any(-1)
+        sums["student_mass"] += logq.gather(1, ids).exp().sum().item()
+        sums["teacher_mass"] += logp.gather(1, ids).exp().sum().item()
+        sums["overlap_ratio"] += overlap.double().mean(-1).sum().item()
+        sums["teacher_entropy"] -= (logp.exp() * logp).sum().item()
+    (total / count).backward()
+    return (total / count).item(), {name: value / count for name, value in sums.items()}, {
+        name: p.grad for name, p in student.named_parameters()}
+
+
+def one_step(job, world):
+    """The step's loss, metrics, this rank's samples, and gradients as the change of parameters under SGD with lr 1."""
+    run = train_opd.build_student(job, world, logging.getLogger("test"))
+    run.teacher = train_opd.connect_teacher(job, world, job.config.teacher.path, job.teacher_lm)
+    before = {name: p.full_tensor().clone() for name, p in run.student.module.named_parameters()}
+    run.student.optimizer = torch.optim.SGD(run.student.module.parameters(), lr=1.0)
+    run.student.lr = lambda step: 1.0
+    samples, metrics = train_opd.sample_prompts(run), Metrics()
+    result, _ = train_opd.train_step(run, train_opd.make_batches(run, samples), metrics)
+    values = metrics.reduce(world.students_control)
+    change = {name: before[name] - p.full_tensor() for name, p in run.student.module.named_parameters()}
+    run.teacher.stop()
+    return result, values, samples, change
+
+
+LAYOUTS = [(1, 0, 4000), (3, 1, 40), (4, 2, 30), (4, 0, 25)]  # ranks, teacher ranks, token budget
+
+
+@pytest.mark.parametrize("mode", ["reverse_kl_topk", "forward_kl_topk", "reverse_kl_full", "forward_kl_full", "reverse_kl_sampled"])
+@pytest.mark.parametrize("ranks, teacher_ranks, budget", LAYOUTS)
+def test_loss_diagnostics_and_gradients_equal_float64(tmp_path, mode, ranks, teacher_ranks, budget):
+    """Catches a shift by one, prompt or padding positions in the loss, means of means, a wrong temperature, wrong gradients
+    under sharding, rows lost between ranks: everything that a training curve would not show."""
+    path = write_config(tmp_path, loss__mode=mode, topology__teacher_ranks=teacher_ranks, rollout__temperature=0.8,
+                        train__micro_batch_tokens=budget, optim__max_grad_norm=1e9, probe__enabled=False,
+                        rollout__stop_ids=list(range(0, 257, 4)))
+    write_lm(tmp_path / "wide_teacher", seed=2, vocab_size=VOCAB + 9, tie_word_embeddings=False)
+    overrides = [f"teacher.path={tmp_path / 'wide_teacher'}", "student.activation_checkpointing=true"]
+    results = [r for r in live(path, ranks, one_step, overrides) if r is not None]
+    samples = [sample for result in results for sample in result[2]]
+    assert len(samples) == 8 and len({len(s.tokens) for s in samples}) > 1, "different lengths, all prompts"
+    loss, diagnostics, gradients = reference(path, overrides, samples)
+    for result, values, _, change in results:
+        assert result.applied and result.count == sum(len(s.tokens) for s in samples)
+        assert result.loss == pytest.approx(loss, abs=1e-5)
+        for name, value in diagnostics.items():
+            assert values[name] == pytest.approx(value, abs=1e-5), name
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(change[name].double(), gradient, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}")
+        if mode == "reverse_kl_topk":  # with captured ids the loss equals that of a second student pass
+            assert values["logprob_gap"] < 1e-5
+
+
+# --- probe ----------------------------------------------------------------------------------------------------------
+
+def run_probe(path, ranks: int, plant=None):
+    def on_student(job, world):
+        run = train_opd.build_student(job, world, logging.getLogger("test"))
+        run.teacher = train_opd.connect_teacher(job, world, job.config.student.path, job.student_lm)
+        try:
+            found = train_opd.probe(run)
+        except ValueError as error:
+            found = str(error)
+        run.teacher.stop()
+        train_opd.connect_teacher(job, world, job.config.teacher.path, job.teacher_lm).stop()
+        return found
+
+    return [found for found in live(path, ranks, on_student) if found is not None]
+
+
+@pytest.mark.parametrize("ranks, teacher_ranks", [(4, 2), (2, 0)])
+def test_the_probe_passes_on_the_real_path(tmp_path, ranks, teacher_ranks):
+    """Catches a limit so tight, or a path so noisy, that every run would be refused."""
+    for found in run_probe(write_config(tmp_path, topology__teacher_ranks=teacher_ranks), ranks):
+        assert "passed" in found
+
+
+@pytest.mark.parametrize("fault", ["shift", "temperature"])
+@pytest.mark.parametrize("ranks, teacher_ranks", [(3, 1), (2, 0)])
+def test_the_probe_sees_a_planted_fault_of_the_teacher_side(tmp_path, monkeypatch, fault, ranks, teacher_ranks):
+    """Catches a probe that cannot fail: a shift by one position and a temperature of 1.1 must stop the job."""
+    original = teacher_module.answer
+
+    def faulty(model, request, *, vocab_size, temperature, chunk_size):
+        if fault == "temperature":
+            temperature *= 1.1
+        else:
+            request = teacher_module.Request(request.tokens_BT.roll(1, dims=1), *list(vars(request).values())[1:])
+        return original(model, request, vocab_size=vocab_size, temperature=temperature, chunk_size=chunk_size)
+
+    monkeypatch.setattr(teacher_module, "answer", faulty)
+    for found in run_probe(write_config(tmp_path, topology__teacher_ranks=teacher_ranks), ranks):
+        assert "the teacher side disagrees" in found and "limit 1e-06" in found
+
+
+def test_the_probe_blames_the_student_side_when_its_sampler_differs(tmp_path, monkeypatch):
+    """Catches a message that sends people to look at the teacher while the replica is stale."""
+    monkeypatch.setattr(train_opd, "gather_into", lambda model, replica: [p.data.normal_() for p in replica.parameters()])
+    [found] = run_probe(write_config(tmp_path, topology__teacher_ranks=0), 1)
+    assert "training forward and its sampler disagree" in found
+
+
+# --- run, resume, alarms --------------------------------------------------------------------------------------------
+
+def curve(path, keys=("loss", "grad_norm", "tokens", "student_mass", "eval/reverse_kl_full")):
+    return [(line["step"], line["kind"], *(line.get(key) for key in keys)) for line in read_jsonl(path) if line["kind"] != "event"]
+
+
+def weights_of(folder):
+    from distill_core.checkpoint import open_checkpoint, read_tensor
+    saved = open_checkpoint(folder)
+    return {name: read_tensor(saved, name) for name in saved.tensors}
+
+
+@pytest.mark.parametrize("ranks, teacher_ranks", [(4, 2), (2, 0)])
+def test_six_steps_equal_three_and_three(tmp_path, ranks, teacher_ranks):
+    """Catches any state that a resume forgets: moments, step counts, data position, sampling stream, schedules."""
+    path = write_config(tmp_path, topology__teacher_ranks=teacher_ranks, optim__warmup_steps=2)
+    whole_run(path, ranks, ["name=straight"])
+    whole_run(path, ranks, ["name=split", "max_steps=3"])
+    assert (tmp_path / "runs/split/DONE").exists()
+    whole_run(path, ranks, ["name=split"])
+    straight, split = (curve(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("straight", "split"))
+    assert straight == split and [row[0] for row in straight if row[1] == "train"] == list(range(1, 7))
+    a, b = (weights_of(tmp_path / f"runs/{name}/checkpoints/step_00000006") for name in ("straight", "split"))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    whole_run(path, ranks, ["name=other", "seed=1"])  # negative control
+    assert curve(tmp_path / "runs/other/metrics.jsonl") != straight
+
+
+def test_resume_at_another_world_size(tmp_path):
+    """Catches state bound to a number of ranks: the next step must see the same prompts and give the same loss."""
+    path = write_config(tmp_path, topology__teacher_ranks=1)
+    whole_run(path, 3, ["name=straight", "max_steps=4"])
+    whole_run(path, 3, ["name=moved", "max_steps=3"])
+    whole_run(path, 2, ["name=moved", "max_steps=4", "topology.teacher_ranks=0"])
+    a, b = (curve(tmp_path / f"runs/{name}/metrics.jsonl")[-2:] for name in ("straight", "moved"))
+    assert a[0][0] == b[0][0] == 4 and a[0][4] == b[0][4]  # step, tokens
+    assert b[0][2] == pytest.approx(a[0][2], abs=1e-5) and b[0][3] == pytest.approx(a[0][3], abs=1e-4)
+
+
+def test_drift_is_refused_with_both_values_and_free_keys_are_free(tmp_path):
+    """Catches a run that silently continues with another learning rate or other data."""
+    path = write_config(tmp_path, topology__teacher_ranks=0, eval__every=0, data__eval=None)
+    whole_run(path, 1, ["max_steps=2"])
+    whole_run(path, 1, ["max_steps=3", "train.micro_batch_tokens=100", "checkpoint.every=1", "metrics.log_every=2"])
+    with pytest.raises(Exception, match=r"optim\.lr.*0\.001.*0\.5|optim\.lr"):
+        whole_run(path, 1, ["max_steps=4", "optim.lr=0.5"])
+    whole_run(path, 1, ["max_steps=4", "optim.lr=0.5", "checkpoint.allow_drift=[optim.lr]"])
+    manifest = json.loads((tmp_path / "runs/tiny/checkpoints/step_00000004/manifest.json").read_text())
+    assert manifest["state"]["allowed_drift"] == ["optim.lr"]
+    write_prompts(tmp_path / "train.jsonl", 40, seed=9)
+    with pytest.raises(Exception, match=r"data\.train\.sha256"):
+        whole_run(path, 1, ["max_steps=5", "optim.lr=0.5"])
+
+
+def test_a_stop_file_checkpoints_and_the_next_start_continues(tmp_path):
+    """Catches a preemption that loses steps, or that teacher ranks do not hear of."""
+    path = write_config(tmp_path, topology__teacher_ranks=1)
+
+    def on_student(job, world):
+        log = open_run(job.run_dir, cfg.to_yaml(job.config), world.rank)
+        log.handlers = []
+        (job.run_dir / "STOP").touch()
+        train_opd.train(job, world, log, StopRequest(job.run_dir))
+
+    live(path, 3, on_student)
+    run_dir = tmp_path / "runs/tiny"
+    assert (run_dir / "PREEMPTED").exists() and (run_dir / "checkpoints/step_00000001").is_dir()
+    whole_run(path, 3)
+    assert (run_dir / "DONE").exists() and not (run_dir / "PREEMPTED").exists() and not (run_dir / "STOP").exists()
+    assert [row[0] for row in curve(run_dir / "metrics.jsonl") if row[1] == "train"] == list(range(1, 7))
+
+
+def test_alarms_warn_or_stop(tmp_path):
+    """Catches an alarm that never fires, and a stop that loses the state."""
+    path = write_config(tmp_path, topology__teacher_ranks=0, eval__every=0, data__eval=None)
+    path_tree = json.loads(path.read_text()) | {"alarms": {"truncated_frac": {"limit": 0.1}, "student_mass": {"limit": 0.999, "action": "stop"}}}
+    path.write_text(json.dumps(path_tree))
+    with pytest.raises(Exception, match="stopped by an alarm at step 1"):
+        whole_run(path, 1)
+    events = [line["message"] for line in read_jsonl(tmp_path / "runs/tiny/metrics.jsonl") if line["kind"] == "event"]
+    assert any("truncated_frac" in event for event in events) and any("student_mass" in event for event in events)
+    assert (tmp_path / "runs/tiny/checkpoints/step_00000001").is_dir()
+
+
+def test_a_run_leaves_a_complete_folder(tmp_path):
+    """Catches missing logs, metrics, samples or report, and samples that leak the stop token into text."""
+    whole_run(write_config(tmp_path, eval__n=3, eval__temperature=1.0), 3)
+    run_dir = tmp_path / "runs/tiny"
+    names = {p.name for p in run_dir.iterdir()}
+    assert {"config.yaml", "command.txt", "metrics.jsonl", "report.html", "log_rank0.txt", "samples", "checkpoints", "DONE"} <= names
+    lines = read_jsonl(run_dir / "metrics.jsonl")
+    evals = [line for line in lines if line["kind"] == "eval"]
+    assert [line["step"] for line in evals] == [0, 3, 6]
+    assert {"eval/exact_match", "eval/mean_at_n", "eval/pass_at_n", "eval/reverse_kl_full", "eval/response_length"} <= set(evals[0])
+    assert sorted(p.name for p in (run_dir / "samples").iterdir()) == [f"step_{step:08d}.jsonl" for step in (0, 3, 6)]
+    assert cfg.load(run_dir / "config.yaml") == cfg.load(tmp_path / "config.yaml", ["eval.n=3"])
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+def bad(tmp_path, name):
+    """(overrides, what the one line must say) after planting the fault."""
+    if name == "missing shard":
+        sorted((tmp_path / "teacher").glob("model-*.safetensors"))[0].unlink()
+        return [], "teacher/model-00001"
+    if name == "index leaves folder":
+        index = tmp_path / "student/model.safetensors.index.json"
+        index.write_text(index.read_text().replace("model-00001", "../model-00001"))
+        return [], "student/model.safetensors.index.json"
+    if name == "wrong shape":
+        raw = json.loads((tmp_path / "teacher/config.json").read_text())
+        (tmp_path / "teacher/config.json").write_text(json.dumps(raw | {"hidden_size": 36}))
+        return [], "teacher"
+    if name == "tokenizers differ":
+        for role in ("student", "teacher"):
+            (tmp_path / role / "tokenizer.json").write_text(json.dumps(
+                {"model": {"type": "BPE", "vocab": {"a": 0, role: 1}, "merges": []}, "added_tokens": []}))
+        return ["data.tokenizer=auto"], "different tokenizers"
+    if name == "malformed line":
+        with open(tmp_path / "train.jsonl", "a") as file:
+            file.write('{"prompt": \n')
+        return [], "train.jsonl:41"
+    return {"unknown key": (["optim.lrr=1"], "optim.lr"), "wrong type": (["max_steps=many"], "max_steps"),
+            "missing file": (["data.train=nothing.jsonl"], "nothing.jsonl"), "no folder": (["teacher.path=nowhere"], "nowhere"),
+            "k too small": (["loss.top_k=1"], "loss.top_k"), "k too large": (["loss.top_k=999"], "loss.top_k"),
+            "no prompts left": (["data.max_prompt_tokens=2"], "no prompts left"),
+            "too few prompts": (["train.prompts_per_step=64"], "prompts_per_step"),
+            "teacher ranks": (["topology.world_size=2", "topology.teacher_ranks=2"], "teacher_ranks"),
+            "stop id": (["rollout.stop_ids=[9999]"], "stop_ids")}[name]
+
+
+@pytest.mark.parametrize("name", ["unknown key", "wrong type", "missing file", "no folder", "missing shard", "index leaves folder",
+                                  "wrong shape", "tokenizers differ", "k too small", "k too large", "no prompts left",
+                                  "too few prompts", "malformed line", "teacher ranks", "stop id"])
+def test_bad_input_gets_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, name):
+    """Catches tracebacks, exit code 1, and faults that are only found after the ranks have started."""
+    path = write_config(tmp_path, topology__world_size=3)
+    overrides, message = bad(tmp_path, name)
+    monkeypatch.setattr(sys, "argv", ["train_opd.py", "--config", str(path), "--check", *overrides])
+    assert train_opd.main() == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and len(captured.err.strip().splitlines()) == 1 and captured.out == ""
+
+
+def test_check_passes_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    """Catches a check that leaves a run folder behind, or that never looks at the files."""
+    path = write_config(tmp_path, topology__world_size=3)
+    monkeypatch.setattr(sys, "argv", ["train_opd.py", "--config", str(path), "--check"])
+    assert train_opd.main() == 0 and "40 training and 6 evaluation prompts" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_does_not_fit_is_refused_before_loading(tmp_path):
+    """Catches an out-of-memory error after minutes of loading."""
+    job = train_opd.prepare(cfg.load(write_config(tmp_path)), 3, 3)
+    with pytest.raises(ValueError, match="a student rank needs about"):
+        train_opd.check_memory(job, 1000)
