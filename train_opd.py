@@ -226,6 +226,7 @@ class Run:
     teacher: InlineTeacher | RemoteTeacher | None = None
     step: int = 0  # attempts so far
     position: int = 0  # prompts drawn so far, over all ranks
+    alarmed: set[str] = dataclasses.field(default_factory=set)  # alarms that are on: each is told once
 
     @property
     def index(self) -> int:
@@ -479,7 +480,10 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
     resumed_from = resume(run)
     log.info(f"resumed from {resumed_from}" if resumed_from else "fresh run")
     writer = JsonlWriter(job.run_dir / "metrics.jsonl", resumed_step=run.step if resumed_from else -1) if is_logger else None
-    log_event(run, writer, "resumed", f"from {resumed_from.name}") if resumed_from else None
+    if is_logger:
+        writer.write(run.step, {"event": "resumed" if resumed_from else "start", "device": str(world.device),
+                                "message": f"from {resumed_from.name}" if resumed_from else "", "torch": torch.__version__,
+                                "ranks": job.plan.world_size, "changed": cfg.differences(config)}, kind="event")
     console, saved, alarmed, stopped = Console(config.max_steps), resumed_from, False, False
     if config.eval.every and config.eval.at_start and not resumed_from:
         log_eval(run, writer, evaluate(run))
@@ -543,10 +547,13 @@ def check_alarms(run: Run, values: dict[str, float], writer: JsonlWriter | None)
     stops = False
     for name, alarm, value, sign in checks:
         if alarm.limit is None or not value > sign * alarm.limit:
+            run.alarmed.discard(name)
             continue
         stops = stops or alarm.action == "stop"
-        side = "above" if sign > 0 else "below"
-        log_event(run, writer, "alarm", f"{name} = {sign * value:.4g} is {side} its limit {alarm.limit:.4g}")
+        if name not in run.alarmed:
+            side = "above" if sign > 0 else "below"
+            log_event(run, writer, "alarm", f"{name} = {sign * value:.4g} is {side} its limit {alarm.limit:.4g}")
+        run.alarmed.add(name)
     return stops
 
 
@@ -612,7 +619,8 @@ def start_block(job: Job, world: World) -> str:
     servers = [rank for ranks in plan.teachers for rank in ranks] if plan.has_servers else []
     roles = [("student", span(plan.students), config.student.path, config.student.dtype, "yes"),
              ("teacher", span(servers) if servers else "inline", config.teacher.path, config.teacher.dtype, "no")]
-    memory = [(role, part, human_bytes(size)) for role, parts in job_memory(job).items() for part, size in parts.items()]
+    memory = [(role, part, human_bytes(size)) for role, parts in job_memory(job).items()
+              for part, size in [*parts.items(), ("all", sum(parts.values()))]]
     tokens = config.train.prompts_per_step * config.rollout.samples_per_prompt * config.rollout.max_new_tokens
     lines = [f"on-policy distillation '{config.name}' on {plan.world_size} ranks, {world.device.type}, torch {torch.__version__}",
              "", table(roles, ("role", "ranks", "folder", "compute", "trained")), "",
@@ -672,23 +680,25 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args, (rank, world_size, local_world_size) = parse_args(), env_rank()
-    job = None
+    run_dir = None
     try:
         config = cfg.load(args.config, args.overrides)
         if args.dry_run:
             dry_run(config)
             return 0
-        intended = config.topology.world_size or world_size
-        job = prepare(config, intended if args.check else world_size, min(intended, 8) if args.check else local_world_size)
         if args.check:
+            intended = config.topology.world_size or world_size
+            job = prepare(config, intended, min(intended, 8))
             print(f"{args.config}: ok; {len(job.train)} training and {len(job.held_out)} evaluation prompts")
             return 0
+        run_dir = Path(config.run_root) / config.name
+        job = prepare(config, world_size, local_world_size)
         device = pick_device(config.device)
         check_memory(job, device_memory(device))
     except ValueError as error:
         if rank != 0:
             time.sleep(5)  # rank 0 most likely fails for the same reason and says so: torchrun then ends this rank
-        report_failure(error, None, rank=rank, role="before start", is_user_error=True)
+        report_failure(error, run_dir, rank=rank, role="before start", is_user_error=True)
         return 2
     return launch(job, device)
 

@@ -78,6 +78,7 @@ def report_failure(error: BaseException, run_dir: Path | None, *, rank: int, rol
     line = f"error: rank {rank} ({role}): {' '.join(str(error).split()) or type(error).__name__}"
     trace = "".join(traceback.format_exception(error))
     print(line if is_user_error else f"{line}\n{trace}", file=sys.stderr, flush=True)
-    if run_dir is not None and run_dir.is_dir():
+    if run_dir is not None:
+        run_dir.mkdir(parents=True, exist_ok=True)
         with open(run_dir / "error.txt", "a") as file:
             file.write(f"{line}\n{trace}\n")

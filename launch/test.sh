@@ -11,8 +11,8 @@ python=$venv/bin/python
 
 [[ -x $python ]] || python3 -m venv "$venv"
 if [[ -n ${TORCH:-} ]] || ! "$python" -m pip show -qq torch; then
-    # A pinned version takes the CPU wheel of a pip that is set up with one; a plain `torch` would take the newest
-    # release, on Linux with gigabytes of CUDA. $TORCH is unquoted: it may carry options for pip.
+    # Pinned, so that a CPU wheel of this version (pip's find-links, the index above) is taken where there is one; a
+    # plain `torch` takes a newer release with gigabytes of CUDA. $TORCH is unquoted: it may carry options for pip.
     "$python" -m pip install -q ${TORCH:-torch==2.13.0}
 fi
 "$python" -m pip install -q -r requirements.txt -r requirements-text.txt -r requirements-test.txt

@@ -329,12 +329,15 @@ def test_samples_follow_a_prompt_through_the_run(tmp_path):
     """Catches samples out of order, first or last step left out, and text files that are not shown."""
     run = fake_run(tmp_path / "run")
     (run / "samples" / "step_00000005.txt").write_text("a plain text <sample>")
+    first = run / "samples" / "step_00000000.jsonl"
+    first.write_text('{"prompt": "asked once", "response": "x"}\n' + first.read_text())
     (run / "samples" / "notes.md").write_text("not a sample")
     page = page_of(run)
     article = next(text for text in re.findall(r"<article>.*?</article>", page, re.S) if "8*7=" in text)
     steps = re.findall(r"<th>step (\d+)", article)
     assert steps == ["0", "20", "40", "60"] and article.count("wrong</small>") == 2 and "cut</small>" in article
-    assert page.index("8*7=") < page.index("a plain text &lt;sample&gt;")  # the newest evaluation comes first
+    assert "a plain text &lt;sample&gt;" in page
+    assert page.index("8*7=") < page.index("asked once")  # prompts of the newest evaluation come first
     assert "not a sample" not in page
 
 

@@ -143,7 +143,7 @@ def test_memory_check_sees_a_second_chunk():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gather_gradient_holds_one_chunk(dtype):
-    """A backward that saves its chunks, or upcasts the whole gradient: beside the gradient only one chunk is allowed."""
+    """A backward that saves its chunks or upcasts the whole gradient: only one chunk is allowed beside the gradient."""
     logits, ids = torch.randn(260, 4000).to(dtype).requires_grad_(), torch.randint(0, 4000, (260, 2))
     peak_bytes = peak_extra_bytes(lambda: grads(chunked_gather_logprobs(logits, ids, 32), [logits]))
     assert peak_bytes <= logits.numel() * logits.element_size() + 1.05 * 32 * 4000 * 4
@@ -226,14 +226,15 @@ def test_head_logprobs_equals_dense_head(small_pieces, temperature):
     assert_near(actual, expected, 1e-12)
     assert_near(grads(actual, [hidden, weight]), grads(expected, [hidden, weight]), 1e-12)
     for index in (0, 1):  # only one of the two outputs used
-        actual, expected = head_logprobs(hidden, weight, ids, 4, temperature), dense_head(hidden, weight, ids, temperature)
+        actual = head_logprobs(hidden, weight, ids, 4, temperature)
+        expected = dense_head(hidden, weight, ids, temperature)
         assert_near(grads(actual[index], [hidden, weight]), grads(expected[index], [hidden, weight]), 1e-12)
     assert torch.autograd.gradcheck(lambda h, w: head_logprobs(h, w, ids, 4, temperature), (hidden, weight))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_sparse_head_equals_dense_head(small_pieces, deterministic):
-    """A repeated id counted once, a block boundary that splits an id's sum, a head row paired with the wrong position."""
+    """A repeated id counted once, a block boundary that splits the sum of an id, a head row at the wrong position."""
     hidden, weight, ids = make_head()
     expected, _ = dense_head(hidden, weight, ids)
     actual = sparse_head_logits(hidden, weight, ids, deterministic=deterministic)
@@ -271,7 +272,7 @@ def test_head_stats_of_a_certain_position():
     lambda h, w, i: sparse_head_logits(h, w, i, deterministic=True),
 ], ids=["head_logprobs", "sparse", "sparse deterministic"])
 def test_bf16_head_is_fp32_to_the_end(small_pieces, function):
-    """Logits or sums rounded to bf16: a bf16 matmul's logits are off by 1e-2, the control that would pass as 'close'."""
+    """Logits or sums rounded to bf16. Negative control: the logits of a bf16 matmul are off by more than 1e-2."""
     hidden, weight, ids = make_head(num_rows=60, width=64, vocab=50, dtype=torch.bfloat16)
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     outputs = function(hidden, weight, ids)
@@ -339,7 +340,7 @@ def test_no_tensor_of_the_size_of_the_logits(monkeypatch):
 
 @pytest.mark.parametrize("function", [sparse_head_logits, head_logprobs, chunked_gather_logprobs])
 def test_saves_the_arguments_and_no_copy_of_them(function):
-    """A saved cast or chunk outlives the forward: under FSDP2 a copy of the head per layer call, under autograd [N, V]."""
+    """A saved cast of the head keeps it alive when FSDP2 frees the weight; saved chunks add up to [N, V]."""
     hidden, weight, ids = make_head(num_rows=40, dtype=torch.bfloat16)
     arguments = ((hidden @ weight.t()).detach().requires_grad_(), ids)
     arguments = arguments if function is chunked_gather_logprobs else (hidden, weight, ids)
