@@ -41,7 +41,7 @@ from distill_core.fsdp import gather_into, local_bytes, num_parameters
 from distill_core.generate import Sample, generate
 from distill_core.losses_kl import (forward_kl_full, forward_kl_topk, reverse_kl_full, reverse_kl_sampled,
                                     reverse_kl_topk, topk_diagnostics)
-from distill_core.metrics import Console, JsonlWriter, Metrics, human_bytes, human_count, table
+from distill_core.metrics import Console, JsonlWriter, Metrics, human_bytes, human_count, read_jsonl, table
 from distill_core.models.lm import LMConfig
 from distill_core.phases import lr_at
 from distill_core.report import write_report
@@ -504,7 +504,7 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
     if is_logger:
         writer.close()
         write_report(job.run_dir)
-    log.info(end_block(run, saved))
+        log.info(end_block(run, saved))
     if alarmed:
         raise RuntimeError(f"stopped by an alarm at step {run.step}; checkpoint {saved} is kept")
     if is_logger:
@@ -637,10 +637,15 @@ def span(ranks: Sequence[int]) -> str:
 
 
 def end_block(run: Run, saved: Path | None) -> str:
-    done = run.step == run.job.config.max_steps
-    lines = [f"{'done' if done else 'stopped'} at step {run.step}: {run.student.successes} updates, {run.student.skips} skipped",
-             f"report: {run.job.run_dir / 'report.html'}",
-             f"export: python -m distill_core.export --checkpoint {saved} --out {run.job.run_dir / 'export'}"]
+    run_dir, done = run.job.run_dir, run.step == run.job.config.max_steps
+    evals = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["kind"] == "eval"]
+    rows = [(name, f"{value:.4g}", f"{evals[-1][name]:.4g}") for name, value in (evals[0] if evals else {}).items()
+            if name.startswith("eval/") and name in evals[-1]]
+    lines = [f"{'done' if done else 'stopped'} at step {run.step}: {run.student.successes} updates, {run.student.skips} skipped"]
+    if rows:
+        lines += ["", table(rows, ("held-out prompts", f"step {evals[0]['step']}", f"step {evals[-1]['step']}")), ""]
+    lines += [f"report: {run_dir / 'report.html'}",
+              f"export: python -m distill_core.export --checkpoint {saved} --out {run_dir / 'export'}"]
     return "\n".join(lines if done else [*lines, "the same command again continues from here"])
 
 
