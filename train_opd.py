@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On-policy distillation of a language model: the student samples, a frozen teacher scores the student's own top-K tokens
-at every position, and the student minimises the reverse KL on that support.
+"""On-policy distillation of a language model: the student samples, a frozen teacher scores the student's own top-K
+tokens at every position, and the student minimises the reverse KL on that support.
 
     torchrun --standalone --nproc_per_node=3 train_opd.py --config configs/quickstart.yaml optim.lr=1e-4
-    python train_opd.py --config configs/quickstart.yaml --check       # config, data and file headers; exit code 2
-    python train_opd.py --config configs/quickstart.yaml --dry-run     # build the job at its world size, without weights
+    python train_opd.py --config configs/quickstart.yaml --check     # config, data and file headers; exit code 2
+    python train_opd.py --config configs/quickstart.yaml --dry-run   # build the job at its world size, no weights
 
-The last ranks serve the teacher (topology.teacher_ranks; 0: it is sharded over the student ranks), the others train. The
-same command again resumes from the newest checkpoint. Every option: distill_core/config.py.
+The last ranks serve the teacher (topology.teacher_ranks; 0: it is sharded over the student ranks), the others train.
+The same command again resumes from the newest checkpoint. Every option: distill_core/config.py.
 
-Legend: B rows, T tokens, N response positions, K top ids, D hidden size, V vocabulary.
+Legend: B rows, T tokens, N response positions, K top ids, D hidden size, V vocabulary; h, w: hidden states and head.
 """
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ import hashlib
 import json
 import logging
 import os
-import resource
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,31 +33,34 @@ from torch import Tensor, nn
 
 from distill_core import checkpoint as ckpt
 from distill_core import config as cfg
-from distill_core.build import (build_head, build_lm, build_replica, check_folder, common_vocab, memory_plan, shard_meta)
+from distill_core.build import (build_head, build_lm, build_replica, check_folder, common_vocab, load_progress,
+                                memory_plan, shard_meta)
 from distill_core.data import Prompt, answer_matches, batch_at, load_tokenizer, read_prompts
 from distill_core.fsdp import gather_into, local_bytes, num_parameters
 from distill_core.generate import Sample, generate
 from distill_core.losses_kl import (forward_kl_full, forward_kl_topk, reverse_kl_full, reverse_kl_sampled,
-                                    reverse_kl_topk, topk_diagnostics)
+                                    reverse_kl_topk)
 from distill_core.metrics import Console, JsonlWriter, Metrics, human_bytes, human_count, read_jsonl, table
 from distill_core.models.lm import LMConfig
 from distill_core.phases import lr_at
 from distill_core.report import write_report
-from distill_core.role import (PhaseLoss, PhaseResult, Role, adamw, restore_role, role_state, role_tensors, run_phase)
-from distill_core.rollout import MicroBatch, deal, pack, plan_batches, repetition_frac
+from distill_core.role import (PhaseLoss, PhaseResult, Role, adamw, restore_role, role_state, role_tensors,
+                               run_phase)
+from distill_core.rollout import MicroBatch, deal, pack, plan_batches, record_batch, record_samples, score_ahead
 from distill_core.run import StopRequest, mark, open_run, report_failure
 from distill_core.teacher import InlineTeacher, Links, RemoteTeacher, Reply, Shape, serve
 from distill_core.topk_logprobs import head_logprobs, sparse_head_logits
-from distill_core.topology import (RankPlan, World, agree_max, env_rank, make_groups, pick_device, plan_ranks, start, stop)
+from distill_core.topology import (RankPlan, World, agree_max, device_memory, env_rank, make_groups, peak_memory,
+                                   pick_device, plan_ranks, start, stop)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROBE_TOKENS = 16
 
 # Keys that may change between a run and its resumption without changing what is computed.
-FREE_KEYS = ("name", "run_root", "max_steps", "device", "student.path", "student.activation_checkpointing", "teacher.path",
-             "teacher.name", "teacher.chunk_size", "teacher.param_offload", "topology.", "data.train", "data.eval",
-             "rollout.batch_size", "loss.chunk_size", "train.micro_batch_tokens", "eval.", "probe.", "alarms.",
-             "checkpoint.", "metrics.")
+FREE_KEYS = ("name", "run_root", "max_steps", "device", "student.path", "student.activation_checkpointing",
+             "teacher.path", "teacher.name", "teacher.chunk_size", "teacher.param_offload", "topology.", "data.train",
+             "data.eval", "rollout.batch_size", "loss.chunk_size", "train.micro_batch_tokens", "eval.", "probe.",
+             "alarms.", "checkpoint.", "metrics.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -81,43 +82,58 @@ class Job:
 
 
 def prepare(config: cfg.OPDConfig, world_size: int, local_world_size: int) -> Job:
-    """Read config.json files, headers, tokenizers and prompts; ValueError of one line for anything a user can mend."""
+    """Read config.json files, headers, tokenizers and prompts; ValueError of one line for what a user can mend."""
     cfg.check_world(config, world_size)
     plan = plan_ranks(world_size, local_world_size, [config.topology.teacher_ranks])
     student_lm, teacher_lm = check_folder(config.student.path), check_folder(config.teacher.path)
-    tokenizer, other = (load_tokenizer(path, config.data.tokenizer) for path in (config.student.path, config.teacher.path))
-    if tokenizer.fingerprint != other.fingerprint:
-        raise ValueError(f"student.path {config.student.path} and teacher.path {config.teacher.path} have different tokenizers: "
-                         "their token ids do not mean the same (choose models of one tokenizer family)")
+    tokenizer = shared_tokenizer(config)
     vocab_size = common_vocab(student_lm, teacher_lm, tokenizer.num_ids)
-    if config.loss.top_k > vocab_size:
-        raise ValueError(f"loss.top_k: {config.loss.top_k} exceeds the vocabulary of {vocab_size} (lower it)")
     stop_ids = tokenizer.stop_ids if config.rollout.stop_ids is None else config.rollout.stop_ids
-    outside = [token for token in stop_ids if token >= vocab_size]
-    if outside:
-        raise ValueError(f"rollout.stop_ids: {outside} are outside the vocabulary of {vocab_size}")
-    train, notes = read_split(config, config.data.train, tokenizer, vocab_size, "data.train")
+    check_ids(config, vocab_size, stop_ids)
+    train, notes = read_split(config, "data.train", config.data.train, tokenizer, vocab_size)
     held_out = []
     if config.eval.every:
-        held_out, more = read_split(config, (config.data.eval,), tokenizer, vocab_size, "data.eval")
+        held_out, more = read_split(config, "data.eval", (config.data.eval,), tokenizer, vocab_size)
         held_out, notes = held_out[:config.eval.num_prompts], notes + more
-        if any(prompt.answer is not None for prompt in held_out) and not tokenizer.has_text:
-            raise ValueError(f"data.eval: {config.data.eval} has answers, but {config.student.path} has no tokenizer.json to turn "
-                             "responses into text (add it, or remove the answers)")
-    if len(train) < config.train.prompts_per_step:
-        raise ValueError(f"data.train: {len(train)} prompts are fewer than train.prompts_per_step = "
-                         f"{config.train.prompts_per_step} (lower it or add prompts)")
+    check_prompts(config, train, held_out, tokenizer)
     if student_lm.vocab_size != teacher_lm.vocab_size:
-        notes.append(f"vocabulary cut to the first {vocab_size} rows of heads with {student_lm.vocab_size} (student) and "
-                     f"{teacher_lm.vocab_size} (teacher): the others are padding beyond both tokenizers")
+        notes.append(f"vocabulary cut to the first {vocab_size} rows of heads with {student_lm.vocab_size} (student) "
+                     f"and {teacher_lm.vocab_size} (teacher): the others are padding beyond both tokenizers")
     if not stop_ids:
         notes.append("no stop id is known: every response runs to max_new_tokens (set rollout.stop_ids)")
     return Job(config, plan, Path(config.run_root) / config.name, tokenizer, train, held_out, student_lm, teacher_lm,
                vocab_size, tuple(stop_ids), notes + cfg.warnings(config))
 
 
-def read_split(config: cfg.OPDConfig, paths: Sequence[str], tokenizer: Any, vocab_size: int,
-               key: str) -> tuple[list[Prompt], list[str]]:
+def shared_tokenizer(config: cfg.OPDConfig) -> Any:
+    """The student's tokenizer, once it is known that the teacher's gives every id the same meaning."""
+    student, teacher = (load_tokenizer(path, config.data.tokenizer)
+                        for path in (config.student.path, config.teacher.path))
+    if student.fingerprint != teacher.fingerprint:
+        raise ValueError(f"student.path {config.student.path} and teacher.path {config.teacher.path} have different "
+                         "tokenizers: their token ids do not mean the same (choose models of one tokenizer family)")
+    return student
+
+
+def check_ids(config: cfg.OPDConfig, vocab_size: int, stop_ids: Sequence[int]) -> None:
+    if config.loss.top_k > vocab_size:
+        raise ValueError(f"loss.top_k: {config.loss.top_k} exceeds the vocabulary of {vocab_size} (lower it)")
+    outside = [token for token in stop_ids if token >= vocab_size]
+    if outside:
+        raise ValueError(f"rollout.stop_ids: {outside} are outside the vocabulary of {vocab_size} (remove them)")
+
+
+def check_prompts(config: cfg.OPDConfig, train: Sequence[Prompt], held_out: Sequence[Prompt], tokenizer: Any) -> None:
+    if len(train) < config.train.prompts_per_step:
+        raise ValueError(f"data.train: {len(train)} prompts are fewer than train.prompts_per_step = "
+                         f"{config.train.prompts_per_step} (lower it or add prompts)")
+    if any(prompt.answer is not None for prompt in held_out) and not tokenizer.has_text:
+        raise ValueError(f"data.eval: {config.data.eval} has answers, but responses cannot be turned into text (put "
+                         f"tokenizer.json into {config.student.path}, pip install -r requirements-text.txt)")
+
+
+def read_split(config: cfg.OPDConfig, key: str, paths: Sequence[str], tokenizer: Any,
+               vocab_size: int) -> tuple[list[Prompt], list[str]]:
     """Prompts of one split and a line that says what was read, dropped or cut."""
     prompts, counts = read_prompts(paths, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens,
                                    long_prompts=config.data.long_prompts)
@@ -125,92 +141,59 @@ def read_split(config: cfg.OPDConfig, paths: Sequence[str], tokenizer: Any, voca
         if max(prompt.ids) >= vocab_size:
             raise ValueError(f"{prompt.source}: token id {max(prompt.ids)} is outside the vocabulary of {vocab_size}")
         if prompt.teacher not in (None, config.teacher.name):
-            raise ValueError(f"{prompt.source}: teacher {prompt.teacher!r} is not configured (there is {config.teacher.name!r})")
+            raise ValueError(f"{prompt.source}: teacher {prompt.teacher!r} is not configured (teacher.name is "
+                             f"{config.teacher.name!r})")
     return prompts, [f"{key}: {counts.read} prompts read, {counts.dropped} dropped and {counts.cut} cut for length"]
 
 
 def fingerprints(job: Job) -> dict[str, Any]:
     """What must be equal for a resumed run to continue the same computation, as flat dotted keys."""
-    flat: dict[str, Any] = {}
-
-    def visit(value: Any, key: str) -> None:
-        if dataclasses.is_dataclass(value):
-            for field in dataclasses.fields(value):
-                visit(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
-        elif not key.startswith(FREE_KEYS):
-            flat[key] = list(value) if isinstance(value, tuple) else value
-
-    visit(job.config, "")
+    flat = cfg.flatten(job.config, leave_out=FREE_KEYS)
     if job.config.optim.schedule != "constant":
         flat["max_steps"] = job.config.max_steps
     prompts = hashlib.sha256(json.dumps([prompt.ids for prompt in job.train]).encode()).hexdigest()
-    return flat | {"data.train.sha256": prompts, "tokenizer.sha256": job.tokenizer.fingerprint, "vocab_size": job.vocab_size,
-                   "student.model": repr(job.student_lm), "teacher.model": repr(job.teacher_lm), "stop_ids": list(job.stop_ids)}
+    return flat | {"data.train.sha256": prompts, "tokenizer.sha256": job.tokenizer.fingerprint,
+                   "student.model": repr(job.student_lm), "teacher.model": repr(job.teacher_lm),
+                   "vocab_size": job.vocab_size, "stop_ids": list(job.stop_ids)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Teacher: ranks of its own, or inline
 
 def teacher_stages(config: cfg.OPDConfig) -> list[str]:
-    """Folders that the teacher side serves one after the other: the student's own for the start-up probe, then the real one."""
+    """Folders that the teacher side serves in turn: for the start-up probe the student's own, then the real one."""
     return [config.student.path] * config.probe.enabled + [config.teacher.path]
 
 
 def serve_teacher(job: Job, world: World) -> None:
     """The whole life of a teacher rank."""
-    teacher, dtype = job.config.teacher, DTYPES[job.config.teacher.dtype]
+    config, dtype = job.config.teacher, DTYPES[job.config.teacher.dtype]
     index = job.plan.teacher_of(world.rank)
     for folder in teacher_stages(job.config):
+        progress = load_progress(folder, prints=world.rank == job.plan.teachers[index][0])
         model = build_lm(folder, world.teacher_meshes[index], world.device, dtype=dtype, trainable=False,
-                         offload=teacher.param_offload, progress=load_progress(world.rank == job.plan.teachers[index][0], folder))
+                         offload=config.param_offload, progress=progress)
         shape = Shape(job.vocab_size, model.config.hidden_size, dtype)
-        serve(model, links_of(job, world, index), shape, chunk_size=teacher.chunk_size)
+        serve(model, links_of(job, world, index), shape, chunk_size=config.chunk_size)
         del model
 
 
 def connect_teacher(job: Job, world: World, folder: str, lm: LMConfig) -> InlineTeacher | RemoteTeacher:
     """The student ranks' side of one stage."""
-    teacher, dtype, temperature = job.config.teacher, DTYPES[job.config.teacher.dtype], job.config.rollout.temperature
+    config, dtype = job.config.teacher, DTYPES[job.config.teacher.dtype]
+    temperature = job.config.rollout.temperature
     if not job.plan.has_servers:
-        model = build_lm(folder, world.student_mesh, world.device, dtype=dtype, trainable=False, offload=teacher.param_offload,
-                         progress=load_progress(world.rank == 0, folder))
-        return InlineTeacher(model, vocab_size=job.vocab_size, temperature=temperature, chunk_size=teacher.chunk_size)
+        model = build_lm(folder, world.student_mesh, world.device, dtype=dtype, trainable=False,
+                         offload=config.param_offload, progress=load_progress(folder, prints=world.rank == 0))
+        return InlineTeacher(model, vocab_size=job.vocab_size, temperature=temperature, chunk_size=config.chunk_size)
     head = build_head(folder, world.student_mesh, world.device, dtype=dtype)
-    return RemoteTeacher(links_of(job, world, 0), Shape(job.vocab_size, lm.hidden_size, dtype), head, temperature=temperature)
+    shape = Shape(job.vocab_size, lm.hidden_size, dtype)
+    return RemoteTeacher(links_of(job, world, 0), shape, head, temperature=temperature)
 
 
 def links_of(job: Job, world: World, index: int) -> Links:
     return Links(world.rank, job.plan.students, job.plan.teachers[index], world.control, world.teachers_control[index],
                  world.device, world.timeout_s)
-
-
-def load_progress(prints: bool, folder: str) -> Any:
-    """A progress callback that says every 10 s how far a long load is."""
-    last = [time.monotonic()]
-
-    def progress(done: int, total: int) -> None:
-        if prints and time.monotonic() - last[0] > 10:
-            print(f"loading {folder}: {human_bytes(done)} of {human_bytes(total)} on this rank", flush=True)
-            last[0] = time.monotonic()
-
-    return progress
-
-
-def score_ahead(teacher: InlineTeacher | RemoteTeacher, batches: Sequence[MicroBatch], *, own_k: int,
-                want_hidden: bool) -> Iterator[Reply]:
-    """The teacher's replies in order, the next batch always being scored while the caller works on this one.
-
-    Column 0 of the reply's logits is the sampled token, the others are the student's top-K ids.
-    """
-    handles: deque[Any] = deque()
-    for batch in batches:
-        ids_NK = torch.cat([batch.targets_N[:, None], batch.ids_NK], dim=1)
-        handles.append(teacher.request(batch.tokens_BT, batch.lengths_B, batch.starts_B, ids_NK=ids_NK, own_k=own_k,
-                                       want_hidden=want_hidden))
-        if len(handles) == 2:
-            yield handles.popleft().result()
-    while handles:
-        yield handles.popleft().result()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,13 +203,13 @@ def score_ahead(teacher: InlineTeacher | RemoteTeacher, batches: Sequence[MicroB
 class Run:
     job: Job
     world: World
+    log: logging.Logger
     student: Role
     replica: nn.Module  # plain copy of the student for sampling: no collective inside decode
-    log: logging.Logger
     teacher: InlineTeacher | RemoteTeacher | None = None
     step: int = 0  # attempts so far
     position: int = 0  # prompts drawn so far, over all ranks
-    alarmed: set[str] = dataclasses.field(default_factory=set)  # alarms that are on: each is told once
+    alarms_on: set[str] = dataclasses.field(default_factory=set)  # each is told once, when it goes on
 
     @property
     def index(self) -> int:
@@ -235,20 +218,28 @@ class Run:
 
     @property
     def roles(self) -> list[Role]:
-        return [self.student, Role("teacher", self.teacher.head if isinstance(self.teacher, RemoteTeacher) else self.teacher.model)]
+        """Everything that a gradient could leak into."""
+        frozen = self.teacher.head if isinstance(self.teacher, RemoteTeacher) else self.teacher.model
+        return [self.student, Role("teacher", frozen)]
 
 
 def build_student(job: Job, world: World, log: logging.Logger) -> Run:
     config, optim = job.config, job.config.optim
     model = build_lm(config.student.path, world.student_mesh, world.device, dtype=torch.float32, trainable=True,
-                     compute_dtype=DTYPES[config.student.dtype], progress=load_progress(world.rank == 0, config.student.path))
-    optimizer = adamw(model, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+                     compute_dtype=DTYPES[config.student.dtype],
+                     progress=load_progress(config.student.path, prints=world.rank == 0))
     schedule = partial(lr_at, lr=optim.lr, schedule=optim.schedule, warmup_steps=optim.warmup_steps,
                        max_steps=config.max_steps, min_lr_frac=optim.min_lr_frac)
-    student = Role("student", model, world.student_mesh.get_group(), world.students_control, optimizer, schedule)
+    student = Role("student", model, world.student_mesh.get_group(), world.students_control,
+                   student_optimizer(config, model), schedule)
     replica = build_replica(job.student_lm, world.device, rollout_dtype(config), vocab_size=job.vocab_size)
     gather_into(model, replica)
-    return Run(job, world, student, replica, log)
+    return Run(job, world, log, student, replica)
+
+
+def student_optimizer(config: cfg.OPDConfig, model: nn.Module) -> torch.optim.Optimizer:
+    optim = config.optim
+    return adamw(model, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
 
 
 def rollout_dtype(config: cfg.OPDConfig) -> torch.dtype:
@@ -262,12 +253,12 @@ def sample_prompts(run: Run) -> list[Sample]:
     """This rank's samples of the next prompts_per_step prompts."""
     config, rollout = run.job.config, run.job.config.rollout
     indices = batch_at(run.position, config.train.prompts_per_step, len(run.job.train), config.seed)
-    prompts = [run.job.train[index].ids for index in indices]
+    prompts, n = [run.job.train[index].ids for index in indices], rollout.samples_per_prompt
     mine = deal([len(prompt) for prompt in prompts], len(run.job.plan.students))[run.index]
-    sample_ids = [(run.position + i) * rollout.samples_per_prompt + j for i in mine for j in range(rollout.samples_per_prompt)]
     return generate(run.replica, [prompts[i] for i in mine], max_new_tokens=rollout.max_new_tokens,
-                    temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, stop_ids=run.job.stop_ids,
-                    n=rollout.samples_per_prompt, seed=config.seed, step=run.step, sample_ids=sample_ids,
+                    temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k,
+                    stop_ids=run.job.stop_ids, n=n, seed=config.seed, step=run.step,
+                    sample_ids=[(run.position + i) * n + j for i in mine for j in range(n)],
                     capture_top_k=config.loss.top_k, batch_size=rollout.batch_size, keepalive=run.teacher.keepalive)
 
 
@@ -276,26 +267,29 @@ def make_batches(run: Run, samples: Sequence[Sample]) -> list[MicroBatch]:
     budget = run.job.config.train.micro_batch_tokens
     mine = len(plan_batches([len(s.prompt) + len(s.tokens) for s in samples], budget))
     num_batches = int(agree_max(run.world.students_control, max(mine, 1))[0])
-    return pack(samples, token_budget=budget, num_batches=num_batches, top_k=run.job.config.loss.top_k, device=run.world.device)
+    return pack(samples, token_budget=budget, num_batches=num_batches, top_k=run.job.config.loss.top_k,
+                device=run.world.device)
 
 
 def train_step(run: Run, batches: Sequence[MicroBatch], metrics: Metrics) -> tuple[PhaseResult, float]:
     """One optimizer step; also the seconds this rank has waited for the teacher."""
-    config, waited = run.job.config, [0.0]
-    replies = score_ahead(run.teacher, batches, own_k=config.loss.top_k, want_hidden=config.loss.mode.endswith("_full"))
+    config, waited_s = run.job.config, 0.0
+    replies = score_ahead(run.teacher, batches, own_k=config.loss.top_k,
+                          want_hidden=config.loss.mode.endswith("_full"))
 
     def compute(batch: MicroBatch) -> PhaseLoss:
+        nonlocal waited_s
         began = time.monotonic()
         reply = next(replies)
-        waited[0] += time.monotonic() - began
+        waited_s += time.monotonic() - began
         hidden_BTD = run.student.module(batch.tokens_BT, recompute=config.student.activation_checkpointing)
         loss_N, logits_NK = position_losses(run, batch, reply, hidden_BTD.flatten(0, 1)[batch.rows_N])
-        record_batch(metrics, batch, reply, loss_N, logits_NK)
+        record_batch(metrics, batch, reply, logits_NK)
         return PhaseLoss(loss_N.sum(), len(batch.starts_B), normalizer=batch.num_positions)
 
     result = run_phase(run.student, batches, compute, roles=run.roles, max_grad_norm=config.optim.max_grad_norm)
     gather_into(run.student.module, run.replica)
-    return result, waited[0]
+    return result, waited_s
 
 
 def position_losses(run: Run, batch: MicroBatch, reply: Reply, hidden_ND: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -303,103 +297,102 @@ def position_losses(run: Run, batch: MicroBatch, reply: Reply, hidden_ND: Tensor
     loss, vocab, temperature = run.job.config.loss, run.job.vocab_size, run.job.config.rollout.temperature
     head = run.student.module.lm_head
     if loss.mode == "reverse_kl_topk":
-        logits_NK = head(hidden_ND, lambda h, w: sparse_head_logits(h, w[:vocab], batch.ids_NK)) / temperature
-        return reverse_kl_topk(logits_NK, reply.logits_NK[:, 1:], log_prob_min_clamp=loss.log_prob_min_clamp), logits_NK
+        logits_NK = head(hidden_ND, lambda h, w: sparse_head_logits(
+            h, cut(w, vocab), batch.ids_NK, deterministic=run.job.config.deterministic)) / temperature
+        teacher_NK = reply.logits_NK[:, 1:]
+        return reverse_kl_topk(logits_NK, teacher_NK, log_prob_min_clamp=loss.log_prob_min_clamp), logits_NK
     if loss.mode == "forward_kl_topk":
-        logits_NK = head(hidden_ND, lambda h, w: sparse_head_logits(h, w[:vocab], reply.own_ids_NK.long())) / temperature
+        logits_NK = head(hidden_ND, lambda h, w: sparse_head_logits(
+            h, cut(w, vocab), reply.own_ids_NK, deterministic=run.job.config.deterministic)) / temperature
         return forward_kl_topk(logits_NK, reply.own_logits_NK), None
     if loss.mode == "reverse_kl_sampled":
         logits_N1, lse_N = head(hidden_ND, lambda h, w: head_logprobs(
-            h, w[:vocab], batch.targets_N[:, None], chunk_size=loss.chunk_size, temperature=temperature))
-        return reverse_kl_sampled(logits_N1[:, 0] - lse_N, reply.logits_NK[:, 0] - reply.lse_N, clip=loss.advantage_clip), None
-    full = {"reverse_kl_full": reverse_kl_full, "forward_kl_full": forward_kl_full}[loss.mode]
-    return full_vocabulary(run, full, hidden_ND, reply), None
+            h, cut(w, vocab), batch.targets_N[:, None], chunk_size=loss.chunk_size, temperature=temperature))
+        teacher_N = reply.logits_NK[:, 0] - reply.lse_N
+        return reverse_kl_sampled(logits_N1[:, 0] - lse_N, teacher_N, clip=loss.advantage_clip), None
+    if loss.mode == "reverse_kl_full":
+        return full_vocabulary(run, reverse_kl_full, hidden_ND, reply), None
+    assert loss.mode == "forward_kl_full", loss.mode
+    return full_vocabulary(run, forward_kl_full, hidden_ND, reply), None
 
 
-def full_vocabulary(run: Run, divergence: Any, hidden_ND: Tensor, reply: Reply) -> Tensor:
+def full_vocabulary(run: Run, divergence: Callable[..., Tensor], hidden_ND: Tensor, reply: Reply) -> Tensor:
     """`divergence` over the whole vocabulary, [N], with both heads gathered once around the chunked computation."""
-    vocab, settings = run.job.vocab_size, {"chunk_size": run.job.config.loss.chunk_size,
-                                           "temperature": run.job.config.rollout.temperature}
-    return run.student.module.lm_head(hidden_ND, lambda h, w: run.teacher.head(
-        reply.hidden_ND, lambda teacher_h, teacher_w: divergence(h, w[:vocab], teacher_h, teacher_w[:vocab], **settings)))
+    vocab, config = run.job.vocab_size, run.job.config
+
+    def with_both_heads(h: Tensor, w: Tensor) -> Tensor:
+        return run.teacher.head(reply.hidden_ND, lambda teacher_h, teacher_w: divergence(
+            h, cut(w, vocab), teacher_h, cut(teacher_w, vocab), chunk_size=config.loss.chunk_size,
+            temperature=config.rollout.temperature))
+
+    return run.student.module.lm_head(hidden_ND, with_both_heads)
 
 
-def record_batch(metrics: Metrics, batch: MicroBatch, reply: Reply, loss_N: Tensor, logits_NK: Tensor | None) -> None:
-    """Sums over this micro-batch's positions; the means over the global batch are taken in Metrics.reduce."""
-    count = batch.num_positions
-    diagnostics = topk_diagnostics(batch.ids_NK, batch.topk_logprobs_NK, teacher_logits_NK=reply.logits_NK[:, 1:],
-                                   teacher_lse_N=reply.lse_N, teacher_ids_NK=reply.own_ids_NK)
-    for name, value_N in diagnostics._asdict().items():
-        metrics.mean(name, value_N.sum(), count)
-    metrics.mean("student_entropy", batch.entropy_N.sum(), count)
-    metrics.mean("teacher_entropy", reply.entropy_N.sum(), count)
-    metrics.mean("sampled_kl", (batch.logprobs_N - (reply.logits_NK[:, 0] - reply.lse_N)).sum(), count)
-    metrics.total("teacher_nonfinite", reply.num_nonfinite)
-    metrics.total("tokens", count)
-    if logits_NK is not None:  # how far the training forward is from what was sampled from: 0 if truly on-policy
-        trained, sampled = logits_NK.detach().log_softmax(-1), batch.topk_logprobs_NK.log_softmax(-1)
-        metrics.mean("logprob_gap", (sampled.exp() * (trained - sampled).abs()).sum(), count)
-
-
-def record_samples(metrics: Metrics, samples: Sequence[Sample]) -> None:
-    metrics.mean("response_length", sum(len(s.tokens) for s in samples), len(samples))
-    metrics.mean("truncated_frac", sum(not s.finished for s in samples), len(samples))
-    metrics.mean("repetition_frac", sum(repetition_frac(s.tokens) for s in samples), len(samples))
+def cut(weight_VD: Tensor, vocab_size: int) -> Tensor:
+    """The rows that both heads share; where that is all of them the weight itself: a slice costs a copy in backward."""
+    return weight_VD if len(weight_VD) == vocab_size else weight_VD[:vocab_size]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Start-up probe and evaluation
 
 def probe(run: Run) -> str:
-    """Let the teacher side serve the student's own weights: what it answers must be what the student computes itself.
+    """Let the teacher side serve the student's own weights: its answers must be what the student computes itself.
 
-    Three paths are compared on the same tokens: the sampling replica, the training forward and the teacher service. If
-    the first two agree, it is the service that is wrong (a shift, a temperature, a dtype); else it is the student side.
+    Three paths are compared on the same tokens: the sampling replica, the training forward and the teacher service.
+    If the first two agree, the service is wrong (a shift, a temperature, a dtype); else the student side is.
     """
     config, world = run.job.config, run.world
     prompts = [run.job.train[(2 * run.index + i) % len(run.job.train)].ids[:64] for i in range(2)]
     samples = generate(run.replica, prompts, max_new_tokens=PROBE_TOKENS, temperature=config.rollout.temperature,
-                       sample_ids=[2 * run.index, 2 * run.index + 1], seed=config.seed, capture_top_k=config.loss.top_k)
+                       sample_ids=[2 * run.index, 2 * run.index + 1], seed=config.seed,
+                       capture_top_k=config.loss.top_k)
     [batch] = pack(samples, token_budget=1 << 30, num_batches=1, top_k=config.loss.top_k, device=world.device)
     [reply] = score_ahead(run.teacher, [batch], own_k=config.loss.top_k, want_hidden=False)
     with torch.no_grad():
         hidden_ND = run.student.module(batch.tokens_BT).flatten(0, 1)[batch.rows_N]
         logits_NK, _ = run.student.module.lm_head(hidden_ND, lambda h, w: head_logprobs(
-            h, w[:run.job.vocab_size], batch.ids_NK, chunk_size=config.loss.chunk_size, temperature=config.rollout.temperature))
-    service = reverse_kl_topk(logits_NK, reply.logits_NK[:, 1:]).mean()
-    sampling = reverse_kl_topk(logits_NK, batch.topk_logprobs_NK).mean()
-    served, sampled = agree_max(world.students_control, float(service.nan_to_num(torch.inf)), float(sampling.nan_to_num(torch.inf)))
+            h, cut(w, run.job.vocab_size), batch.ids_NK, chunk_size=config.loss.chunk_size,
+            temperature=config.rollout.temperature))
+        kls = [reverse_kl_topk(logits_NK, other_NK).mean().nan_to_num(torch.inf)
+               for other_NK in (reply.logits_NK[:, 1:], batch.topk_logprobs_NK)]
+    return judge_probe(config, *agree_max(world.students_control, *map(float, kls)))
+
+
+def judge_probe(config: cfg.OPDConfig, served: float, sampled: float) -> str:
+    """served, sampled: KL in nats per token of the training forward against the teacher service and the sampler."""
     dtypes = {config.student.dtype, config.teacher.dtype, config.rollout.dtype or config.student.dtype}
     limit = config.probe.max_kl_fp32 if dtypes == {"float32"} else config.probe.max_kl_bf16
-    found = f"KL(student || its own weights served as teacher) = {served:.2e}, against its sampler {sampled:.2e}, limit {limit:.0e}"
-    if max(served, sampled) > limit:
-        side = "the student's training forward and its sampler disagree" if sampled > limit else "the teacher side disagrees"
-        raise ValueError(f"start-up probe: {side}: {found} (a bug or a dtype problem; probe.max_kl_bf16 sets the bf16 limit)")
+    found = (f"KL of the student against its own weights served as teacher {served:.2e}, against its sampler "
+             f"{sampled:.2e}, limit {limit:.0e}")
+    if sampled > limit:
+        raise ValueError(f"start-up probe: the student's training forward and its sampler disagree: {found}")
+    if served > limit:
+        raise ValueError(f"start-up probe: the teacher side disagrees with both the student's forwards: {found} "
+                         "(probe.max_kl_bf16 is the limit where bfloat16 is used)")
     return f"start-up probe passed: {found}"
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Fresh samples on the held-out prompts: reverse KL over the whole vocabulary, lengths, exact match where answers exist."""
+    """Fresh samples on held-out prompts: whole-vocabulary reverse KL, lengths, exact match where there are answers."""
     config, began = run.job.config, time.monotonic()
     mine = deal([len(prompt.ids) for prompt in run.job.held_out], len(run.job.plan.students))[run.index]
     prompts, n = [run.job.held_out[index] for index in mine], config.eval.n
     samples = generate(run.replica, [prompt.ids for prompt in prompts], max_new_tokens=config.eval.max_new_tokens,
                        temperature=config.eval.temperature, top_p=config.eval.top_p, stop_ids=run.job.stop_ids, n=n,
-                       seed=config.seed + 1, step=run.step, sample_ids=[index * n + j for index in mine for j in range(n)],
-                       capture_top_k=config.loss.top_k, batch_size=config.rollout.batch_size, keepalive=run.teacher.keepalive)
+                       seed=config.seed + 1, step=run.step,
+                       sample_ids=[index * n + j for index in mine for j in range(n)],
+                       capture_top_k=config.loss.top_k, batch_size=config.rollout.batch_size,
+                       keepalive=run.teacher.keepalive)
     metrics = Metrics()
     record_kl(run, samples[::n], metrics)
-    texts = [text_of(run.job.tokenizer, without_stop(sample, run.job.stop_ids)) for sample in samples]
-    correct = [None if prompt.answer is None else answer_matches(texts[i * n + j], prompt.answer, config.eval.answer_pattern)
-               for i, prompt in enumerate(prompts) for j in range(n)]
-    graded = [correct[i * n:(i + 1) * n] for i, prompt in enumerate(prompts) if prompt.answer is not None]
-    metrics.mean("eval/exact_match", sum(rows[0] for rows in graded), len(graded))
-    metrics.mean("eval/mean_at_n", sum(sum(rows) / n for rows in graded), len(graded))
-    metrics.mean("eval/pass_at_n", sum(any(rows) for rows in graded), len(graded))
+    texts = [text_of(run, [token for token in sample.tokens if token not in run.job.stop_ids]) for sample in samples]
+    record_answers(run, prompts, texts, metrics)
     metrics.mean("eval/response_length", sum(len(s.tokens) for s in samples), len(samples))
     metrics.mean("eval/truncated_frac", sum(not s.finished for s in samples), len(samples))
     metrics.peak("eval/time_s", time.monotonic() - began)
-    write_samples(run, prompts, samples, texts, correct)
+    if run.world.rank == 0:
+        write_samples(run, prompts, samples, texts)
     return metrics.reduce(run.world.students_control)
 
 
@@ -416,25 +409,36 @@ def record_kl(run: Run, samples: Sequence[Sample], metrics: Metrics) -> None:
         metrics.mean("eval/reverse_kl_full", kl_N.sum(), batch.num_positions)
 
 
-def without_stop(sample: Sample, stop_ids: Sequence[int]) -> list[int]:
-    return [token for token in sample.tokens if token not in stop_ids]
+def record_answers(run: Run, prompts: Sequence[Prompt], texts: Sequence[str], metrics: Metrics) -> None:
+    """exact_match: the first sample; mean@n, pass@n: all n samples of a prompt. Absent where no prompt has answers."""
+    n = run.job.config.eval.n
+    graded = [[is_correct(run, prompt, text) for text in texts[i * n:(i + 1) * n]]
+              for i, prompt in enumerate(prompts) if prompt.answer is not None]
+    metrics.mean("eval/exact_match", sum(correct[0] for correct in graded), len(graded))
+    metrics.mean("eval/mean_at_n", sum(sum(correct) / n for correct in graded), len(graded))
+    metrics.mean("eval/pass_at_n", sum(any(correct) for correct in graded), len(graded))
 
 
-def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+def is_correct(run: Run, prompt: Prompt, text: str) -> bool | None:
+    """None where the data has no answer."""
+    return None if prompt.answer is None else answer_matches(text, prompt.answer, run.job.config.eval.answer_pattern)
+
+
+def text_of(run: Run, ids: Sequence[int]) -> str:
     """Decoded, or the ids themselves where the folder has no tokenizer and the data consists of ids."""
-    return tokenizer.decode(ids) if tokenizer.has_text else " ".join(map(str, ids))
+    return run.job.tokenizer.decode(ids) if run.job.tokenizer.has_text else " ".join(map(str, ids))
 
 
-def write_samples(run: Run, prompts: Sequence[Prompt], samples: Sequence[Sample], texts: Sequence[str],
-                  correct: Sequence[bool | None]) -> None:
-    """The logger rank's first samples, for people to read."""
-    if run.world.rank != 0:
-        return
+def write_samples(run: Run, prompts: Sequence[Prompt], samples: Sequence[Sample], texts: Sequence[str]) -> None:
+    """The first samples of this rank, for people to read."""
     folder, n = run.job.run_dir / "samples", run.job.config.eval.n
     folder.mkdir(exist_ok=True)
-    rows = [{"prompt": text_of(run.job.tokenizer, prompts[i // n].ids), "response": texts[i], "answer": prompts[i // n].answer,
-             "correct": correct[i], "finished": samples[i].finished, "length": len(samples[i].tokens)}
-            for i in range(min(run.job.config.metrics.samples, len(samples)))]
+    rows = []
+    for i, sample in enumerate(samples[:run.job.config.metrics.samples]):
+        prompt = prompts[i // n]
+        rows.append({"prompt": text_of(run, prompt.ids), "response": texts[i], "answer": prompt.answer,
+                     "correct": is_correct(run, prompt, texts[i]), "finished": sample.finished,
+                     "length": len(sample.tokens)})
     (folder / f"step_{run.step:08d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -442,22 +446,23 @@ def write_samples(run: Run, prompts: Sequence[Prompt], samples: Sequence[Sample]
 # Checkpoint and resume
 
 def save_checkpoint(run: Run, resumed_from: Path | None) -> Path:
+    config = run.job.config
     state = {"job": "opd", "step": run.step, "position": run.position, "roles": {"student": role_state(run.student)},
-             "config": json.loads(json.dumps(dataclasses.asdict(run.job.config))), "fingerprints": fingerprints(run.job),
-             "allowed_drift": list(run.job.config.checkpoint.allow_drift), "torch": torch.__version__}
-    keep = run.job.config.checkpoint
+             "config": dataclasses.asdict(config), "fingerprints": fingerprints(run.job),
+             "allowed_drift": list(config.checkpoint.allow_drift), "torch": torch.__version__}
     return ckpt.save(run.job.run_dir / "checkpoints", run.step, role_tensors(run.student), state,
-                     group=run.world.students_control, keep_last=keep.keep_last, keep_every=keep.keep_every,
-                     resumed_from=resumed_from)
+                     group=run.world.students_control, keep_last=config.checkpoint.keep_last,
+                     keep_every=config.checkpoint.keep_every, resumed_from=resumed_from)
 
 
 def resume(run: Run) -> Path | None:
     """Continue from the newest checkpoint that verifies; None in a fresh run."""
-    found = ckpt.find_latest(run.job.run_dir / "checkpoints", group=run.world.students_control)
+    group = run.world.students_control
+    found = ckpt.find_latest(run.job.run_dir / "checkpoints", group=group)
     if found is None:
         return None
     ckpt.compare_fingerprints(found.state["fingerprints"], fingerprints(run.job), run.job.config.checkpoint.allow_drift)
-    ckpt.load(found, role_tensors(run.student), group=run.world.students_control)
+    ckpt.load(found, role_tensors(run.student), group=group)
     restore_role(run.student, found.state["roles"]["student"])
     run.step, run.position = found.state["step"], found.state["position"]
     gather_into(run.student.module, run.replica)
@@ -469,7 +474,7 @@ def resume(run: Run) -> Path | None:
 
 def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest) -> None:
     """The whole life of a student rank."""
-    config, is_logger = job.config, world.rank == 0
+    config = job.config
     log.info(start_block(job, world))
     run = build_student(job, world, log)
     if config.probe.enabled:
@@ -477,14 +482,9 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
         log.info(probe(run))
         run.teacher.stop()
     run.teacher = connect_teacher(job, world, config.teacher.path, job.teacher_lm)
-    resumed_from = resume(run)
-    log.info(f"resumed from {resumed_from}" if resumed_from else "fresh run")
-    writer = JsonlWriter(job.run_dir / "metrics.jsonl", resumed_step=run.step if resumed_from else -1) if is_logger else None
-    if is_logger:
-        writer.write(run.step, {"event": "resumed" if resumed_from else "start", "device": str(world.device),
-                                "message": f"from {resumed_from.name}" if resumed_from else "", "torch": torch.__version__,
-                                "ranks": job.plan.world_size, "changed": cfg.differences(config)}, kind="event")
-    console, saved, alarmed, stopped = Console(config.max_steps), resumed_from, False, False
+    saved = resumed_from = resume(run)
+    writer = open_metrics(run, resumed_from) if world.rank == 0 else None
+    console, alarmed, stopped = Console(config.max_steps), False, False
     if config.eval.every and config.eval.at_start and not resumed_from:
         log_eval(run, writer, evaluate(run))
 
@@ -501,60 +501,64 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
         run.teacher.keepalive()
 
     run.teacher.stop()
-    if is_logger:
+    if writer is not None:
         writer.close()
         write_report(job.run_dir)
         log.info(end_block(run, saved))
     if alarmed:
         raise RuntimeError(f"stopped by an alarm at step {run.step}; checkpoint {saved} is kept")
-    if is_logger:
+    if world.rank == 0:
         mark(job.run_dir, "PREEMPTED" if stopped else "DONE")
 
 
 def step_once(run: Run) -> dict[str, float]:
     """Sample, score, train, measure; the global metrics of the step, equal on all ranks."""
-    metrics, times = Metrics(), [time.monotonic()]
+    metrics, began = Metrics(), time.monotonic()
     samples = sample_prompts(run)
     record_samples(metrics, samples)
-    times.append(time.monotonic())
+    rolled = time.monotonic()
     result, waited_s = train_step(run, make_batches(run, samples), metrics)
-    times.append(time.monotonic())
+    ended = time.monotonic()
     run.step, run.position = run.step + 1, run.position + run.job.config.train.prompts_per_step
-    roll_s, rest_s, step_s = times[1] - times[0], times[2] - times[1], times[2] - times[0]
-    for name, seconds in {"step": step_s, "roll": roll_s, "teacher_wait": waited_s, "train": rest_s - waited_s}.items():
+    for name, seconds in {"step": ended - began, "roll": rolled - began, "teacher_wait": waited_s,
+                          "train": ended - rolled - waited_s}.items():
         metrics.peak(f"time/{name}_s", seconds)
     metrics.peak("memory_peak_bytes", peak_memory(run.world.device))
     values = metrics.reduce(run.world.students_control)
-    return values | {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, "step_applied": int(result.applied),
-                     "skipped_steps": run.student.skips, "tokens_per_s": values["tokens"] / values["time/step_s"]}
-
-
-def peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return values | {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
+                     "step_applied": int(result.applied), "skipped_steps": run.student.skips,
+                     "tokens_per_s": values["tokens"] / values["time/step_s"]}
 
 
 def check_alarms(run: Run, values: dict[str, float], writer: JsonlWriter | None) -> bool:
     """Warn about values beyond their limits; True if one of them shall stop the run. The same on every rank."""
-    alarms, nan = run.job.config.alarms, float("nan")
-    gap = abs(values.get("student_entropy", nan) - values.get("teacher_entropy", nan))
-    checks = [("student_mass", alarms.student_mass, -values.get("student_mass", nan), -1),
-              ("entropy_gap", alarms.entropy_gap, gap, 1),
-              ("truncated_frac", alarms.truncated_frac, values.get("truncated_frac", nan), 1),
-              ("repetition_frac", alarms.repetition_frac, values.get("repetition_frac", nan), 1),
-              ("teacher_nonfinite", alarms.teacher_nonfinite, values.get("teacher_nonfinite", nan), 1)]
+    nan = float("nan")  # compares as false: a metric that the step does not have raises no alarm
+    signed = {"student_mass": -values.get("student_mass", nan),  # alarms when it falls
+              "entropy_gap": abs(values.get("student_entropy", nan) - values.get("teacher_entropy", nan))}
     stops = False
-    for name, alarm, value, sign in checks:
+    for field in dataclasses.fields(run.job.config.alarms):
+        name, alarm = field.name, getattr(run.job.config.alarms, field.name)
+        value = signed.get(name, values.get(name, nan))
+        sign = -1 if name == "student_mass" else 1
         if alarm.limit is None or not value > sign * alarm.limit:
-            run.alarmed.discard(name)
+            run.alarms_on.discard(name)
             continue
         stops = stops or alarm.action == "stop"
-        if name not in run.alarmed:
-            side = "above" if sign > 0 else "below"
+        if name not in run.alarms_on:
+            side = "below" if sign < 0 else "above"
             log_event(run, writer, "alarm", f"{name} = {sign * value:.4g} is {side} its limit {alarm.limit:.4g}")
-        run.alarmed.add(name)
+        run.alarms_on.add(name)
     return stops
+
+
+def open_metrics(run: Run, resumed_from: Path | None) -> JsonlWriter:
+    writer = JsonlWriter(run.job.run_dir / "metrics.jsonl", resumed_step=run.step if resumed_from else -1)
+    message = f"resumed from {resumed_from}" if resumed_from else "fresh run"
+    run.log.info(message)
+    writer.write(run.step, {"event": "resumed" if resumed_from else "start", "message": message,
+                            "device": str(run.world.device), "torch": torch.__version__,
+                            "ranks": run.job.plan.world_size, "changed": cfg.differences(run.job.config)}, kind="event")
+    return writer
 
 
 def log_step(run: Run, writer: JsonlWriter | None, console: Console, values: dict[str, float]) -> None:
@@ -562,7 +566,8 @@ def log_step(run: Run, writer: JsonlWriter | None, console: Console, values: dic
         return
     writer.write(run.step, values)
     if not values["step_applied"]:
-        log_event(run, writer, "skip", f"loss {values['loss']:.4g} or gradient norm {values['grad_norm']:.4g} is not finite")
+        log_event(run, writer, "skip", f"loss {values['loss']:.4g} or gradient norm {values['grad_norm']:.4g} "
+                                       "is not finite")
     if run.step % run.job.config.metrics.log_every == 0 or run.step == run.job.config.max_steps:
         run.log.info(console.row(run.step, values))
 
@@ -596,44 +601,38 @@ def job_memory(job: Job) -> dict[str, dict[str, int]]:
                        chunk_size=max(config.loss.chunk_size, config.teacher.chunk_size))
 
 
-def device_memory(device: torch.device) -> int:
-    """Bytes that one rank may use: its GPU, or its share of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // env_rank()[2]
-
-
 def check_memory(job: Job, available: int) -> None:
     """Refuse before loading what cannot fit."""
     for role, parts in job_memory(job).items():
-        needed = sum(parts.values())
+        needed, largest = sum(parts.values()), max(parts, key=parts.__getitem__)
         if needed > available:
-            largest = max(parts, key=parts.__getitem__)
-            raise ValueError(f"a {role} rank needs about {human_bytes(needed)} of {human_bytes(available)}; largest part: "
-                             f"{largest}, {human_bytes(parts[largest])} (more ranks, a smaller rollout.batch_size or "
-                             "train.micro_batch_tokens, student.activation_checkpointing, bfloat16)")
+            raise ValueError(f"a {role} rank needs about {human_bytes(needed)} of {human_bytes(available)}; largest "
+                             f"part: {largest}, {human_bytes(parts[largest])} (more ranks, bfloat16, a smaller "
+                             "rollout.batch_size or train.micro_batch_tokens, student.activation_checkpointing)")
 
 
 def start_block(job: Job, world: World) -> str:
     config, plan = job.config, job.plan
-    servers = [rank for ranks in plan.teachers for rank in ranks] if plan.has_servers else []
+    servers = span(plan.teachers[0]) if plan.has_servers else "inline"
     roles = [("student", span(plan.students), config.student.path, config.student.dtype, "yes"),
-             ("teacher", span(servers) if servers else "inline", config.teacher.path, config.teacher.dtype, "no")]
+             ("teacher", servers, config.teacher.path, config.teacher.dtype, "no")]
     memory = [(role, part, human_bytes(size)) for role, parts in job_memory(job).items()
               for part, size in [*parts.items(), ("all", sum(parts.values()))]]
-    tokens = config.train.prompts_per_step * config.rollout.samples_per_prompt * config.rollout.max_new_tokens
-    lines = [f"on-policy distillation '{config.name}' on {plan.world_size} ranks, {world.device.type}, torch {torch.__version__}",
-             "", table(roles, ("role", "ranks", "folder", "compute", "trained")), "",
-             table(memory, ("rank of", "memory of a rank (estimate)", "size")), "",
-             f"each step: {config.train.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples, at most "
-             f"{human_count(tokens)} new tokens; loss {config.loss.mode}, K {config.loss.top_k}",
-             "differs from the defaults: " + (", ".join(cfg.differences(config)) or "nothing"), *job.notes, ""]
-    return "\n".join(lines)
+    samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
+    return "\n".join([
+        f"on-policy distillation '{config.name}': {plan.world_size} ranks, {world.device.type}, "
+        f"torch {torch.__version__}",
+        "", table(roles, ("role", "ranks", "folder", "compute", "trained")),
+        "", table(memory, ("rank of", "memory of a rank (estimate)", "size")),
+        "", f"each step: {config.train.prompts_per_step} prompts, {samples} samples, at most "
+            f"{human_count(samples * config.rollout.max_new_tokens)} new tokens; loss {config.loss.mode}, "
+            f"K {config.loss.top_k}",
+        "differs from the defaults: " + (", ".join(cfg.differences(config)) or "nothing"), *job.notes, ""])
 
 
 def span(ranks: Sequence[int]) -> str:
-    contiguous = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}-{ranks[-1]}" if contiguous and len(ranks) > 1 else ",".join(map(str, ranks))
+    contiguous = len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if contiguous else ",".join(map(str, ranks))
 
 
 def end_block(run: Run, saved: Path | None) -> str:
@@ -641,7 +640,8 @@ def end_block(run: Run, saved: Path | None) -> str:
     evals = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["kind"] == "eval"]
     rows = [(name, f"{value:.4g}", f"{evals[-1][name]:.4g}") for name, value in (evals[0] if evals else {}).items()
             if name.startswith("eval/") and name in evals[-1]]
-    lines = [f"{'done' if done else 'stopped'} at step {run.step}: {run.student.successes} updates, {run.student.skips} skipped"]
+    lines = [f"{'done' if done else 'stopped'} at step {run.step}: {run.student.successes} updates, "
+             f"{run.student.skips} skipped"]
     if rows:
         lines += ["", table(rows, ("held-out prompts", f"step {evals[0]['step']}", f"step {evals[-1]['step']}")), ""]
     lines += [f"report: {run_dir / 'report.html'}",
@@ -659,16 +659,24 @@ def dry_run(config: cfg.OPDConfig) -> None:
         world = make_groups(job.plan, torch.device("cpu"), config.topology.timeout_s)
         if world.is_student:
             print(start_block(job, world))
-            model = shard_meta(job.student_lm, world.student_mesh, dtype=torch.float32, trainable=True,
-                               compute_dtype=DTYPES[config.student.dtype])
-            adamw(model, lr=config.optim.lr, betas=config.optim.betas, eps=config.optim.eps, weight_decay=config.optim.weight_decay)
-        if not servers or not world.is_student:
-            mesh = world.teacher_meshes[0]
-            model = shard_meta(job.teacher_lm, mesh, dtype=DTYPES[config.teacher.dtype], trainable=False)
-        print(f"rank {rank}: {'student' if world.is_student else 'teacher'} with {human_count(num_parameters(model))} parameters, "
-              f"{human_bytes(local_bytes(model.parameters()))} in its shards")
+        for role, model in dry_models(job, world).items():
+            print(f"rank {rank}: {role} with {human_count(num_parameters(model))} parameters, "
+                  f"{human_bytes(local_bytes(model.parameters()))} in its shards")
         dist.destroy_process_group()
     print(f"dry run passed: {world_size} ranks ({len(job.plan.students)} student, {len(servers)} teacher)")
+
+
+def dry_models(job: Job, world: World) -> dict[str, nn.Module]:
+    """What this rank would hold, sharded over its mesh but without storage; the student with its optimizer."""
+    models, config = {}, job.config
+    if world.is_student:
+        models["student"] = shard_meta(job.student_lm, world.student_mesh, dtype=torch.float32, trainable=True,
+                                       compute_dtype=DTYPES[config.student.dtype])
+        student_optimizer(config, models["student"])
+    if not world.is_student or not job.plan.has_servers:
+        models["teacher"] = shard_meta(job.teacher_lm, world.teacher_meshes[0], dtype=DTYPES[config.teacher.dtype],
+                                       trainable=False)
+    return models
 
 
 # ---------------------------------------------------------------------------------------------------------------------

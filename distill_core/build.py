@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a Hugging Face folder to a model: meta -> shard -> materialise -> load slices -> check that nothing is left over.
+"""From a Hugging Face folder to a model: meta -> shard -> materialise -> load slices -> check what was loaded.
 
     model = load_lm("models/student")                                # plain, on CPU
     model = build_lm("models/teacher", mesh, device, dtype=torch.bfloat16, trainable=False)   # sharded
@@ -10,6 +10,7 @@ No rank ever holds a whole sharded model: each reads the rows it owns from the s
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ def read_lm_config(folder: str | Path) -> LMConfig:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror} (give a model folder in Hugging Face format)") from None
+        raise ValueError(f"{path}: cannot be read: {error.strerror} (give a folder in Hugging Face format)") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error}); download it again") from None
     if not isinstance(raw, dict):
@@ -74,7 +75,7 @@ def shard_meta(config: LMConfig, mesh: DeviceMesh, *, dtype: torch.dtype, traina
                compute_dtype: torch.dtype | None = None, offload: bool = False) -> CausalLM:
     """The sharded model without storage: what `build_lm` fills, and all that a dry run needs."""
     model = _on_meta(config, dtype)
-    model.requires_grad_(trainable)  # before the first forward: FSDP2 fixes its reduce dtype from what is trainable then
+    model.requires_grad_(trainable)  # before the first forward, when FSDP2 fixes its reduce dtype from what is trainable
     shard(model, model.fsdp_units(), mesh, compute_dtype=None if compute_dtype == dtype else compute_dtype,
           offload=offload)
     return model
@@ -113,8 +114,8 @@ def common_vocab(student: LMConfig, teacher: LMConfig, num_ids: int | None) -> i
         raise ValueError(f"student.path, teacher.path: the tokenizer uses ids up to {num_ids - 1}, but the heads have "
                          f"{student.vocab_size} and {teacher.vocab_size} rows (use models of one tokenizer)")
     if student.vocab_size != teacher.vocab_size and num_ids is None:
-        raise ValueError(f"student.path, teacher.path: the heads have {student.vocab_size} and {teacher.vocab_size} rows and "
-                         "no tokenizer.json says which are padding (put the tokenizer into both folders)")
+        raise ValueError(f"student.path, teacher.path: the heads have {student.vocab_size} and {teacher.vocab_size} rows "
+                         "and no tokenizer.json says which are padding (put the tokenizer into both folders)")
     return smaller
 
 
@@ -142,11 +143,25 @@ def _refuse_nonfinite(folder: str | Path, module: nn.Module) -> None:
             raise ValueError(f"{folder}: tensor {name} holds NaN or infinity; download or train it again")
 
 
+def load_progress(folder: str | Path, *, prints: bool) -> Progress:
+    """A callback for `build_lm` that says every 10 s how far a long load is."""
+    last = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if prints and time.monotonic() - last > 10:
+            print(f"loading {folder}: {done / 2**30:.1f} of {total / 2**30:.1f} GiB on this rank", flush=True)
+            last = time.monotonic()
+
+    return progress
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
-def memory_plan(student: LMConfig, teacher: LMConfig, *, num_students: int, num_servers: int, student_dtype: torch.dtype,
-                rollout_dtype: torch.dtype, teacher_dtype: torch.dtype, offload: bool, recompute: bool, batch_rows: int, row_tokens: int,
-                micro_batch_tokens: int, vocab_size: int, chunk_size: int) -> dict[str, dict[str, int]]:
+def memory_plan(student: LMConfig, teacher: LMConfig, *, num_students: int, num_servers: int,
+                student_dtype: torch.dtype, rollout_dtype: torch.dtype, teacher_dtype: torch.dtype, offload: bool,
+                recompute: bool, batch_rows: int, row_tokens: int, micro_batch_tokens: int, vocab_size: int,
+                chunk_size: int) -> dict[str, dict[str, int]]:
     """Bytes by part for a "student" and a "teacher" rank; activations are an estimate, the rest is exact up to padding.
 
     num_servers: ranks of the teacher alone; 0 puts its shards on the student ranks.

@@ -9,10 +9,10 @@ A folder is staged as `.tmp-step_00000100-TOKEN` and renamed once every byte is 
 leaves the older folders as they were; a folder is chosen only after all its hashes have been checked. `group` is a gloo
 group whose ranks all make the same calls, None a single process. Ranks exchange JSON bytes, never pickled objects.
 
-    save(root, 100, dict(model.named_parameters()), {"fingerprints": fingerprints_now}, group=control_group, keep_last=2)
-    checkpoint = find_latest(root, group=control_group)          # None in a fresh run
+    save(root, 100, dict(model.named_parameters()), {"fingerprints": fingerprints_now}, group=control, keep_last=2)
+    checkpoint = find_latest(root, group=control)          # None in a fresh run
     compare_fingerprints(checkpoint.state["fingerprints"], fingerprints_now, allow_drift=())
-    load(checkpoint, dict(model.named_parameters()), group=control_group)
+    load(checkpoint, dict(model.named_parameters()), group=control)
 """
 from __future__ import annotations
 

@@ -209,6 +209,11 @@ def differences(config: OPDConfig) -> list[str]:
             for path, value, default in _leaves(config) if default is not MISSING and value != default]
 
 
+def flatten(config: OPDConfig, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    """JSON values by dotted path, without the paths that start with one of `leave_out`: the basis of fingerprints."""
+    return {path: _plain(value) for path, value, _ in _leaves(config) if not path.startswith(leave_out)}
+
+
 def check(config: OPDConfig) -> None:
     """Raise ConfigError for values out of range and for keys that contradict each other."""
     _check_ranges(config)

@@ -6,8 +6,9 @@
     norm = global_grad_norm(parameters, group)
     gather_into(model, replica)                                            # a collective: every rank
 
-Why not torch's clip: `clip_grad_norm_` returns a DTensor whose `.item()` may be the local value, and fails on mixed plain
-and sharded parameters. Why gradients are not divided here: FSDP averages over the mesh, the caller normalises by counts.
+Why not torch's clip: `clip_grad_norm_` returns a DTensor whose `.item()` may be the local value, and fails on mixed
+plain and sharded parameters. Why gradients are not divided here: FSDP averages over the mesh, the caller normalises by
+counts.
 """
 from __future__ import annotations
 

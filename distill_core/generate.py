@@ -13,7 +13,8 @@ tokens before it). So a sample depends neither on the batch it is decoded in nor
 logits don't: batches of another shape round them differently, and a token may change where the uniform lies that close
 to an edge of its interval. `Sample.cdf_margins` tells how close; batches of equal shapes agree bit for bit.
 
-Legend: B rows (samples being decoded), P prompts, T tokens, V vocabulary, K captured ids, D model, W most probable.
+Legend: B rows (samples being decoded), P prompts, T tokens, V vocabulary, W the most probable of V, K captured ids,
+D model.
 """
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Sampling:
 
 
 class Picked(NamedTuple):
-    """One token a row and what is recorded about it; also, with T in front of K, the record of a whole batch."""
+    """One token a row and what is recorded about it. The record of a batch has the same fields, [B, T] or [B, T, K]."""
 
     tokens_B: Tensor
     logprobs_B: Tensor
@@ -174,7 +175,7 @@ class _Live:
 
 
 def check_interval(device: torch.device) -> int:
-    """Decode steps between two looks at which rows have ended: a look waits for the device, but for nothing on a CPU."""
+    """Decode steps between two looks at which rows have ended: a look waits for the device (on a CPU it is free)."""
     return 1 if device.type == "cpu" else 8
 
 
@@ -224,12 +225,12 @@ def _prefill(model: nn.Module, jobs: Sequence[_Job], num_steps: int, seed: int, 
     logits_PV = model.lm_head(hidden_PTD[torch.arange(len(prompts), device=device), lengths_P - 1])
 
     ids_B1 = torch.tensor([[job.sample_id] for job in jobs], device=device)
-    jobs_B = torch.arange(len(jobs), device=device)
     return logits_PV[rows_B], _Live(
-        cache if len(prompts) == len(jobs) else cache.select(rows_B), span, jobs_B,
+        cache=cache if len(prompts) == len(jobs) else cache.select(rows_B), span=span,
+        rows_B=torch.arange(len(jobs), device=device),
         limits_B=torch.tensor([job.max_new for job in jobs], device=device),
         uniforms_BT=uniforms(seed, step, ids_B1, torch.arange(num_steps, device=device)),
-        ended_B=torch.zeros_like(jobs_B, dtype=torch.bool), tokens_B=jobs_B)
+        ended_B=torch.zeros_like(rows_B, dtype=torch.bool), tokens_B=torch.zeros_like(rows_B))
 
 
 def _cut(job: _Job, row: Picked, stop_ids: Sequence[int]) -> Sample:

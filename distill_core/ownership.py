@@ -4,9 +4,9 @@
     with owns(student, [student, teacher, fake_score]):
         loss.backward()
 
-A role is anything with `.name` and `.module`; one whose trainable parameters are only part of its module (an adapter on a
-shared base) also has `.named_trainable()`. A gradient that leaks into another role trains it with the wrong objective at
-its next step, without any error: here it raises.
+A role is anything with `.name`, `.module` and `.named_trainable()`, which may be a part of the module (an adapter on a
+shared base) or empty (a frozen role). A gradient that leaks into another role trains it with the wrong objective at its
+next step, without any error: here it raises.
 """
 from __future__ import annotations
 

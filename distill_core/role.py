@@ -2,7 +2,7 @@
 """A role (module + optimizer + schedule + counters) and `run_phase`, the one place where gradients are accumulated,
 checked, normalised, clipped and applied.
 
-    student = Role("student", model, group=mesh.get_group(), control=gloo_group, optimizer=adamw(model, ...), lr=schedule)
+    student = Role("student", model, mesh.get_group(), control=gloo_group, optimizer=adamw(model, ...), lr=schedule)
     result = run_phase(student, micro_batches, compute, roles=[student, teacher], max_grad_norm=1.0)
 
 `compute(micro_batch)` returns a PhaseLoss. Every rank of the role runs the same number of micro-batches.
@@ -26,8 +26,8 @@ from distill_core.topology import agree_max, agree_sum
 class PhaseLoss(NamedTuple):
     """Loss of one micro-batch, fp32 and attached to the graph.
 
-    normalizer None: `value` is a mean over `samples`, and the phase takes the sample-weighted mean of all micro-batches.
-    A count: `value` is a sum, and the phase divides the sum of all by the sum of the counts (0 is legal on one rank).
+    normalizer None: `value` is a mean over `samples`; the phase takes the sample-weighted mean of all micro-batches. A
+    count: `value` is a sum, and the phase divides the sum of all by the sum of the counts (0 is legal on one rank).
     """
 
     value: Tensor
@@ -67,7 +67,8 @@ class Role:
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
 
-def adamw(module: nn.Module, *, lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> torch.optim.AdamW:
+def adamw(module: nn.Module, *, lr: float, betas: Sequence[float], eps: float,
+          weight_decay: float) -> torch.optim.AdamW:
     """AdamW over the trainable parameters of a module that is already sharded; norms and biases are not decayed."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     assert trainable, "nothing to train"
@@ -80,7 +81,7 @@ def run_phase(role: Role, micro_batches: Sequence[Any], compute: Callable[[Any],
               max_grad_norm: float) -> PhaseResult:
     """One optimizer step of `role` over all its micro-batches, or a counted skip that changes nothing else.
 
-    The step is applied only where loss and gradient norm are finite on every rank. The loss and gradient do not depend on
+    The step is applied only where loss and gradient norm are finite on every rank. Loss and gradient do not depend on
     how the samples are cut into micro-batches and ranks. A faulty PhaseLoss raises ValueError on all ranks together.
     """
     _same_on_all(role, len(micro_batches), "micro-batches")
@@ -101,8 +102,8 @@ def _apply(role: Role, sums: Tensor, max_grad_norm: float) -> PhaseResult:
     loss_sum, count = agree_sum(role.control, *sums.tolist()) if role.control is not None else sums.tolist()
     if not count > 0:
         role.optimizer.zero_grad(set_to_none=True)
-        raise ValueError(f"{role.name}: the global loss normalizer is {count}: no sample on any rank counts (every response "
-                         "empty or masked?)")
+        raise ValueError(f"{role.name}: the global loss normalizer is {count}: no sample on any rank counts (every "
+                         "response empty or masked?)")
     parameters = [p for _, p in role.named_trainable()]
     scale = world / count  # FSDP has averaged over the ranks: undo that, then divide by the global count
     grad_norm = float(global_grad_norm(parameters, role.group)) * scale
@@ -133,7 +134,7 @@ def _numerator(role: Role, loss: PhaseLoss | None) -> tuple[Tensor, float]:
     if role.control is not None:
         fault, kind, other = agree_max(role.control, fault, explicit, not explicit)
         if not fault and kind == other:
-            raise ValueError(f"{role.name}: some ranks give a loss normalizer and others none; give it on all or on none")
+            raise ValueError(f"{role.name}: some ranks give a loss normalizer, others none (give it on all or none)")
     if fault:
         raise ValueError(f"{role.name}: the loss of a micro-batch {FAULTS[int(fault)]} on some rank")
     if explicit:

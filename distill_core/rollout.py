@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From prompts to training batches: deal prompts to ranks, sample, pack by token budget.
+"""From prompts to training batches and their metrics: deal prompts to ranks, sample, pack by token budget, have scored.
 
     mine = deal(prompt_lengths, num_ranks)[rank]                      # pure: the same on every rank
     samples = generate(replica, prompts, sample_ids=..., capture_top_k=16, ...)
@@ -9,14 +9,17 @@ Legend: B rows, T tokens, N response positions (row by row), K captured ids.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distill_core.generate import Sample
-from distill_core.losses_kl import response_rows
+from distill_core.losses_kl import response_rows, topk_diagnostics
+from distill_core.metrics import Metrics
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -90,6 +93,46 @@ def collate(samples: Sequence[Sample], *, top_k: int, device: torch.device) -> M
         tokens_BT.to(device), lengths_B.to(device), starts_B.to(device),
         response_rows(starts_B, lengths_B, tokens_BT.shape[1]).to(device), targets_N.to(device), joined("logprobs"),
         joined("topk_ids", top_k, dtype=torch.int32).long(), joined("topk_logprobs", top_k), joined("entropies"))
+
+
+def score_ahead(teacher: Any, batches: Sequence[MicroBatch], *, own_k: int,
+                want_hidden: bool) -> Iterator[Any]:
+    """The teacher's replies in order, the next batch always being scored while the caller works on this one.
+
+    Column 0 of the reply's logits is the sampled token, the others are the student's top-K ids.
+    """
+    handles: deque[Any] = deque()
+    for batch in batches:
+        ids_NK = torch.cat([batch.targets_N[:, None], batch.ids_NK], dim=1)
+        handles.append(teacher.request(batch.tokens_BT, batch.lengths_B, batch.starts_B, ids_NK=ids_NK, own_k=own_k,
+                                       want_hidden=want_hidden))
+        if len(handles) == 2:
+            yield handles.popleft().result()
+    while handles:
+        yield handles.popleft().result()
+
+
+def record_batch(metrics: Metrics, batch: MicroBatch, reply: Any, logits_NK: Tensor | None) -> None:
+    """Sums over this micro-batch's positions; the means over the global batch are taken in Metrics.reduce."""
+    count = batch.num_positions
+    diagnostics = topk_diagnostics(batch.ids_NK, batch.topk_logprobs_NK, teacher_logits_NK=reply.logits_NK[:, 1:],
+                                   teacher_lse_N=reply.lse_N, teacher_ids_NK=reply.own_ids_NK)
+    for name, value_N in diagnostics._asdict().items():
+        metrics.mean(name, value_N.sum(), count)
+    metrics.mean("student_entropy", batch.entropy_N.sum(), count)
+    metrics.mean("teacher_entropy", reply.entropy_N.sum(), count)
+    metrics.mean("sampled_kl", (batch.logprobs_N - (reply.logits_NK[:, 0] - reply.lse_N)).sum(), count)
+    metrics.total("teacher_nonfinite", reply.num_nonfinite)
+    metrics.total("tokens", count)
+    if logits_NK is not None:  # how far the training forward is from what was sampled from: 0 if truly on-policy
+        trained, sampled = logits_NK.detach().log_softmax(-1), batch.topk_logprobs_NK.log_softmax(-1)
+        metrics.mean("logprob_gap", (sampled.exp() * (trained - sampled).abs()).sum(), count)
+
+
+def record_samples(metrics: Metrics, samples: Sequence[Sample]) -> None:
+    metrics.mean("response_length", sum(len(s.tokens) for s in samples), len(samples))
+    metrics.mean("truncated_frac", sum(not s.finished for s in samples), len(samples))
+    metrics.mean("repetition_frac", sum(repetition_frac(s.tokens) for s in samples), len(samples))
 
 
 def repetition_frac(tokens: Sequence[int], *, ngram: int = 4) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen teacher as a service: request / reply over collectives, with the same interface inline and on its own ranks.
+"""The frozen teacher as a service: request / reply over collectives, with one interface inline and on its own ranks.
 
     student rank:  handle = teacher.request(tokens_BT, lengths_B, starts_B, ids_NK=ids, own_k=16)
                    ...                       # train on something else meanwhile
@@ -161,7 +161,8 @@ def unpack_header(raw: Tensor, *, sender: int, seq: int, opcodes: Sequence[int])
         expected["sequence number"] = (header.seq, seq)
     for what, (got, wanted) in expected.items():
         if got != wanted:
-            raise RuntimeError(f"teacher protocol: header from rank {sender} has {what} {got}, this side expects {wanted}")
+            raise RuntimeError(f"teacher protocol: header from rank {sender} has {what} {got}, this side expects "
+                               f"{wanted}")
     if header.opcode not in opcodes:
         raise RuntimeError(f"teacher protocol: rank {sender} sent opcode {header.opcode}, this side expects one of "
                            f"{[OPCODES[code] for code in opcodes]}")
@@ -236,7 +237,7 @@ class RemoteTeacher:
         return handle
 
     def keepalive(self) -> None:
-        """Call often from long work that owes the teacher nothing: it sends NOOP when a quarter of the timeout is over."""
+        """Call often from long work that owes the teacher nothing: after a quarter of the timeout it sends NOOP."""
         if not self._pending and time.monotonic() - self._last_sent > self.links.timeout_s / 4:
             self._send(Header(self._seq, NOOP, self.links.rank))
 
@@ -340,7 +341,7 @@ def _recv_payload(shape: tuple[int, ...], dtype: torch.dtype, teacher: int, link
 # --- teacher side ---------------------------------------------------------------------------------------------------
 
 def serve(model: nn.Module, links: Links, shape: Shape, *, chunk_size: int) -> int:
-    """Answer rounds until every student has sent STOP; returns the number of rounds. Any fault raises: it ends the job."""
+    """Answer rounds until every student has sent STOP; returns their number. Any fault raises, and so ends the job."""
     seq = 0
     while True:
         table = _next_round(links, shape, seq)
@@ -432,7 +433,8 @@ def _join(requests: Sequence[Request], like: Header, device: torch.device) -> Re
                    like.own_k, bool(like.want_hidden))
 
 
-def _send_replies(links: Links, seq: int, segments: Sequence[Segment], requests: Sequence[Request], reply: Reply) -> None:
+def _send_replies(links: Links, seq: int, segments: Sequence[Segment], requests: Sequence[Request],
+                  reply: Reply) -> None:
     values = torch.cat([reply.logits_NK, reply.lse_N[:, None], reply.entropy_N[:, None], reply.own_logits_NK], dim=1)
     bad_N = (~torch.isfinite(values)).sum(dim=1)
     first = 0

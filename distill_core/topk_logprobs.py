@@ -199,14 +199,19 @@ class _SparseHead(torch.autograd.Function):
         grad_hidden_ND = grad_weight_VD = None
         if ctx.needs_input_grad[0]:
             grad_hidden_ND = torch.empty_like(hidden_ND)
-            for rows in _slices(len(hidden_ND), _block_rows(ids_NK, weight_VD)):
-                head_CKD = _head_rows(weight_VD, ids_NK[rows], grad_NK.dtype)
-                grad_hidden_ND[rows] = head_CKD.mul_(grad_NK[rows, :, None]).sum(1).to(hidden_ND.dtype)
+            _sum_pairs(grad_hidden_ND, weight_VD, ids_NK, grad_NK)
         if ctx.needs_input_grad[1]:
             grad_weight_VD = _wide_zeros(weight_VD, grad_NK.dtype)
             add = _add_pairs_sorted if ctx.deterministic else _add_pairs
             add(grad_weight_VD, hidden_ND, ids_NK, grad_NK)
         return grad_hidden_ND, _cast(grad_weight_VD, weight_VD.dtype), None, None
+
+
+def _sum_pairs(grad_hidden_ND: Tensor, weight_VD: Tensor, ids_NK: Tensor, grad_NK: Tensor) -> None:
+    """grad_hidden[n] = sum over k of grad[n, k] * weight[ids[n, k]]."""
+    for rows in _slices(len(grad_hidden_ND), _block_rows(ids_NK, weight_VD)):
+        head_CKD = _head_rows(weight_VD, ids_NK[rows], grad_NK.dtype)
+        grad_hidden_ND[rows] = head_CKD.mul_(grad_NK[rows, :, None]).sum(1)
 
 
 def _add_pairs(grad_weight_VD: Tensor, hidden_ND: Tensor, ids_NK: Tensor, grad_NK: Tensor) -> None:

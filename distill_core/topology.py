@@ -7,12 +7,13 @@
     stop(world)
 
 Every rank creates every group in the same order, members or not: `new_group` deadlocks otherwise. Control messages
-travel on gloo groups (CPU tensors) whatever the device; tensors of the model travel on the default group and the meshes.
+travel on gloo groups (CPU tensors) whatever the device; the model's tensors on the default group and the meshes.
 """
 from __future__ import annotations
 
 import datetime
 import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,6 +116,19 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def device_memory(device: torch.device) -> int:
+    """Bytes that one rank may use: its GPU, or its share of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // env_rank()[2]
+
+
+def peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def start(plan: RankPlan, device: torch.device, timeout_s: float) -> World:
     """Join the job: the default group if there is none yet, then every group and mesh of the plan."""
     rank, world_size, _ = env_rank()
@@ -145,9 +159,9 @@ def make_groups(plan: RankPlan, device: torch.device, timeout_s: float) -> World
     own_ranks = [ranks if ranks != plan.students else () for ranks in plan.teachers]
     teachers_control = [control_group(ranks) if ranks else None for ranks in own_ranks]
     teacher_meshes = [mesh_of(ranks) if ranks else student_mesh for ranks in own_ranks]
+    mine = [group if rank in ranks else None for group, ranks in zip(teachers_control, own_ranks, strict=True)]
     return World(plan, rank, device, timeout_s, control, students_control if rank in plan.students else None,
-                 student_mesh, tuple(group if rank in ranks else None for group, ranks in zip(teachers_control, own_ranks)),
-                 tuple(teacher_meshes))
+                 student_mesh, tuple(mine), tuple(teacher_meshes))
 
 
 def stop(world: World) -> None:

@@ -137,7 +137,7 @@ def _rope_of(values: dict[str, Any], raw: dict[str, Any], source: str) -> Rope:
     if kind not in ROPE_TYPES:
         raise ValueError(f"{source}: rope_type {kind!r} is not supported (choose from {', '.join(ROPE_TYPES)})")
     if values.get("partial_rotary_factor", 1.0) not in (1, None):
-        raise ValueError(f"{source}: partial_rotary_factor {values['partial_rotary_factor']!r} is not supported (only 1)")
+        raise ValueError(f"{source}: partial_rotary_factor {values['partial_rotary_factor']!r} must be 1")
     theta = _number(values, "rope_theta", source, default=_number(raw, "rope_theta", source, default=10000.0))
     if theta <= 1.0:
         raise ValueError(f"{source}: rope_theta must be above 1, got {theta}")
