@@ -280,7 +280,7 @@ def cut_tail(probs_BV: Tensor, top_p: float, top_k: int) -> tuple[Tensor, Tensor
     above_BW = sorted_BW.cumsum(-1) - sorted_BW
     limit = top_p if top_p < 1.0 else float("inf")
     keep_BW = (above_BW < limit) & (torch.arange(width, device=probs_BV.device) < size)
-    last_B1 = keep_BW.sum(-1, keepdim=True) - 1
+    last_B1 = (keep_BW.sum(-1, keepdim=True) - 1).clamp(min=0)  # logits that are NaN keep nothing
     edge_B2 = torch.cat([last_B1, (last_B1 + 1).clamp(max=width - 1)], dim=1)
     edge_probs_B2 = sorted_BW.gather(1, edge_B2)
     gaps_B = edge_probs_B2[:, 0] - edge_probs_B2[:, 1]

@@ -138,7 +138,7 @@ def reverse_kl_full(student_hidden_ND: Tensor, student_weight_VD: Tensor, teache
                     teacher_weight_VD: Tensor, *, chunk_size: int = 1024, temperature: float = 1.0) -> Tensor:
     """KL(student || teacher) [N] over the whole vocabulary, from hidden states [N, D] and heads [V, D].
 
-    The two D may differ; the rows of the heads must be the same ids. Three fp32 buffers [chunk_size, V] are alive at
+    The two D may differ; the rows of the heads must be the same ids. Four fp32 buffers [chunk_size, V] are alive at
     a time, in backward too, which computes the logits again; the student head's gradient is summed in one fp32 [V, D]
     buffer. Both heads must still hold their values at backward. ValueError if the arguments do not fit together.
     """
@@ -182,28 +182,33 @@ class _FullKL(torch.autograd.Function):
         ctx.kl_rows, ctx.chunk_size, ctx.temperature = kl_rows, chunk_size, temperature
         loss_N = student_hidden_ND.new_empty(len(student_hidden_ND), dtype=_wide_dtype(*heads))
         for rows in _slices(len(loss_N), chunk_size):
-            log_q_CV = _head_log_softmax(student_hidden_ND[rows], student_weight_VD, temperature, loss_N.dtype)
-            log_p_CV = _head_log_softmax(teacher_hidden_ND[rows], teacher_weight_VD, temperature, loss_N.dtype)
-            loss_N[rows], _ = kl_rows(log_q_CV, log_p_CV)
+            log_q_CV, log_p_CV = _chunk_log_softmax(heads, rows, temperature, loss_N.dtype)
+            loss_N[rows] = kl_rows(log_q_CV, log_p_CV)[0]
         return loss_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss_N: Tensor) -> tuple[Tensor | None, ...]:
-        student_hidden_ND, student_weight_VD, teacher_hidden_ND, teacher_weight_VD = ctx.saved_tensors
+        student_hidden_ND, student_weight_VD, *_ = heads = ctx.saved_tensors
         dtype, temperature = grad_loss_N.dtype, ctx.temperature
         grad_hidden_ND, grad_weight_VD = torch.empty_like(student_hidden_ND), None
         if ctx.needs_input_grad[1]:
             grad_weight_VD = torch.zeros(student_weight_VD.shape, dtype=dtype, device=student_weight_VD.device)
         for rows in _slices(len(grad_loss_N), ctx.chunk_size):
-            log_q_CV = _head_log_softmax(student_hidden_ND[rows], student_weight_VD, temperature, dtype)
-            log_p_CV = _head_log_softmax(teacher_hidden_ND[rows], teacher_weight_VD, temperature, dtype)
-            _, grad_CV = ctx.kl_rows(log_q_CV, log_p_CV)
-            grad_CV.mul_(grad_loss_N[rows, None] / temperature)
+            log_q_CV, log_p_CV = _chunk_log_softmax(heads, rows, temperature, dtype)
+            grad_CV = ctx.kl_rows(log_q_CV, log_p_CV)[1].mul_(grad_loss_N[rows, None] / temperature)
             grad_hidden_ND[rows] = _head_backward(grad_CV, student_hidden_ND[rows], student_weight_VD, grad_weight_VD)
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(student_weight_VD.dtype)
         return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
+
+
+def _chunk_log_softmax(heads: tuple[Tensor, ...], rows: slice, temperature: float,
+                       dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(student, teacher) log-probs [C, V] of these rows."""
+    student_hidden_ND, student_weight_VD, teacher_hidden_ND, teacher_weight_VD = heads
+    return (_head_log_softmax(student_hidden_ND[rows], student_weight_VD, temperature, dtype),
+            _head_log_softmax(teacher_hidden_ND[rows], teacher_weight_VD, temperature, dtype))
 
 
 def _head_log_softmax(hidden_CD: Tensor, weight_VD: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:

@@ -258,6 +258,14 @@ def test_ended_rows_leave_the_batch():
     assert len(model.rows_fed) == 40 and model.rows_fed[-1] <= 4
 
 
+def test_rows_that_run_equally_long_stand_together():
+    """Catches batches cut in the order of the prompts, where one long row keeps every batch busy."""
+    model = MarkovModel(torch.zeros(5, 5))
+    samples = generate(model, [[1], [2], [3], [4]], max_new_tokens=[40, 1, 40, 1], batch_size=2)
+    assert [(s.prompt, len(s.tokens)) for s in samples] == [([1], 40), ([2], 1), ([3], 40), ([4], 1)]
+    assert model.rows_fed == [2] * 40 + [2]
+
+
 def test_a_batch_stops_when_its_rows_have_stopped():
     """Catches a loop that runs to max_new_tokens though every row ended early."""
     chain = torch.full((3, 3), -30.0)
@@ -397,13 +405,14 @@ def test_masked_logits_are_never_drawn():
     assert all(s.entropies.isfinite().all() and s.logprobs.isfinite().all() for s in samples)
 
 
-def test_logits_that_are_not_finite_end_the_run():
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 2}, {"temperature": 0.0}])
+def test_logits_that_are_not_finite_end_the_run(settings):
     """Catches a broken model that samples garbage in silence; the message names the sample and the token."""
     chain = torch.full((4, 4), -30.0)
     chain[0, 1] = chain[1, 2] = 30.0
     chain[2] = math.nan
     with pytest.raises(RuntimeError, match="not finite at new token 2 of sample id 41"):
-        generate(MarkovModel(chain), [[0]], max_new_tokens=5, sample_ids=[41])
+        generate(MarkovModel(chain), [[0]], max_new_tokens=5, sample_ids=[41], **settings)
 
 
 def test_keepalive_is_called_at_every_step():

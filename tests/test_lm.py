@@ -54,6 +54,7 @@ CASES = {
     "qwen2-yarn-factor": {"model_type": "qwen2", **v5("yarn", **YARN, attention_factor=0.7)},
     "qwen2-yarn-mscale": {"model_type": "qwen2", **v5("yarn", **YARN, mscale=1.5, mscale_all_dim=0.8)},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3-head_dim-128": {"model_type": "qwen3"},
     "qwen3-bias-tied": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
     "qwen3-yarn-window-off": {"model_type": "qwen3", "head_dim": 8, **v4("yarn", **YARN), **WINDOW_OFF},
 }
@@ -178,6 +179,8 @@ def test_bf16_runs_and_stays_near_fp32():
     assert rounded.dtype == torch.bfloat16
     error, reference_error = (rounded - exact).float().abs().mean(), (expected - exact).float().abs().mean()
     assert error < 1.2 * reference_error, (error, reference_error)
+    norm, hidden = model.model.norm, torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(norm(hidden), hf.model.norm(hidden)), "statistics in fp32, the weight applied in bf16"
     model(tokens()).float().sum().backward()
     assert all(p.grad.isfinite().all() for name, p in model.named_parameters() if name != "lm_head.weight")
 
@@ -408,7 +411,8 @@ def test_a_config_that_is_no_object_is_refused():
 def test_neutral_values_are_accepted():
     """Catches refusals of what published folders carry: nulls, transformers' defaults, unknown keys, both spellings."""
     neutral = {"pretraining_tp": None, "partial_rotary_factor": None, "attention_dropout": 0,
-               "quantization_config": None, "auto_map": {}, "num_experts": 0, "layer_types": ["full_attention"] * 2, "rope_interleaved": False,
-               "transformers.js_config": {"dtype": "q4"}, "attention_bias": None, "head_dim": None}
+               "quantization_config": None, "auto_map": {}, "num_experts": 0, "rope_interleaved": False,
+               "layer_types": ["full_attention"] * 2, "transformers.js_config": {"dtype": "q4"},
+               "attention_bias": None, "head_dim": None}
     assert ours({"model_type": "llama", **neutral}) == ours({"model_type": "llama"})
     assert ours({"model_type": "llama", **v4("linear", **LINEAR), **v5("linear", **LINEAR)}).rope.factor == 4.0

@@ -67,9 +67,8 @@ def bench_gather(vocab: int, rounds: int, *, num_rows: int = 1536, num_k: int = 
     chunk_bytes = chunk_size * vocab * 4
     print(f"gather at ids, N {num_rows}, V {vocab}, K {num_k}, chunk {chunk_size}; max |difference| {error:.1e}")
     print(f"  time            {chunked_s / dense_s:6.3f} x   {chunked_s:.3f} s / {dense_s:.3f} s   (reach 0.6)")
-    for name, bytes_ in (("chunked", peak_extra_bytes(chunked)), ("dense", peak_extra_bytes(dense))):
-        print(f"  memory {name:8s} {bytes_ / chunk_bytes:6.3f} chunks of {chunk_bytes / 1e6:.0f} MB"
-              f"{'   (reach 1.05)' if name == 'chunked' else ''}")
+    print(f"  memory          {peak_extra_bytes(chunked) / chunk_bytes:6.3f} chunks of {chunk_bytes / 1e6:.0f} MB, "
+          f"dense {peak_extra_bytes(dense) / chunk_bytes:.3f}   (reach 1.05)")
 
 
 def bench_sparse(vocab: int, rounds: int, *, num_rows: int = 1024, num_k: int = 16, width: int = 1024) -> None:
@@ -97,12 +96,12 @@ def bench_sparse(vocab: int, rounds: int, *, num_rows: int = 1024, num_k: int = 
     beside_head_bytes = sparse_bytes - weight_VD.numel() * 4
     print(f"student head + loss, forward + backward, N {num_rows}, D {width}, V {vocab}, K {num_k}")
     print("  against dense logits, log_softmax, gather [against dense logits, gather, nothing kept]")
-    print(f"  time            {sparse_s / dense_s:6.3f} x   [{sparse_s / frugal_s:.3f}]   {sparse_s:.3f} s / {dense_s:.3f} s"
-          "   (reach 0.08)")
+    print(f"  time            {sparse_s / dense_s:6.3f} x   [{sparse_s / frugal_s:.3f}]   "
+          f"{sparse_s:.3f} s / {dense_s:.3f} s   (reach 0.08)")
     print(f"  memory          {sparse_bytes / dense_bytes:6.3f} x   [{sparse_bytes / frugal_bytes:.3f}]   "
           f"{sparse_bytes / 1e6:.0f} MB / {dense_bytes / 1e6:.0f} MB   (reach 0.3)")
-    print(f"  without the head's gradient buffer"
-          f" {beside_head_bytes / dense_bytes:.3f} x   [{beside_head_bytes / frugal_bytes:.3f}]   (reach 0.05)")
+    print(f"  beside the head's gradient {beside_head_bytes / dense_bytes:.3f} x   "
+          f"[{beside_head_bytes / frugal_bytes:.3f}]   (reach 0.05)")
 
 
 if __name__ == "__main__":
