@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import hashlib
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -47,14 +49,16 @@ from distill_core.report import write_report
 from distill_core.role import (PhaseLoss, PhaseResult, Role, adamw, restore_role, role_state, role_tensors,
                                run_phase)
 from distill_core.rollout import MicroBatch, deal, pack, plan_batches, record_batch, record_samples, score_ahead
-from distill_core.run import StopRequest, mark, open_run, report_failure
+from distill_core.run import StopRequest, check_run_dir, lock_run, mark, open_run, report_failure
+from distill_core.safetensors_io import open_folder, weights_digest
 from distill_core.teacher import InlineTeacher, Links, RemoteTeacher, Reply, Shape, serve
 from distill_core.topk_logprobs import head_logprobs, sparse_head_logits
-from distill_core.topology import (RankPlan, World, agree_max, device_memory, env_rank, make_groups, peak_memory,
-                                   pick_device, plan_ranks, start, stop)
+from distill_core.topology import (Pulse, RankPlan, World, agree_max, device_memory, env_rank, make_groups,
+                                   peak_memory, pick_device, plan_ranks, start, stop)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROBE_TOKENS = 16
+MAX_PROBE_TILT = 0.02
 
 # Keys that may change between a run and its resumption without changing what is computed.
 FREE_KEYS = ("name", "run_root", "max_steps", "device", "student.path", "student.activation_checkpointing",
@@ -78,12 +82,15 @@ class Job:
     teacher_lm: LMConfig
     vocab_size: int  # rows of both heads that are compared
     stop_ids: tuple[int, ...]
+    teacher_digest: str
     notes: list[str]  # for the start block
 
 
 def prepare(config: cfg.OPDConfig, world_size: int, local_world_size: int) -> Job:
     """Read config.json files, headers, tokenizers and prompts; ValueError of one line for what a user can mend."""
     cfg.check_world(config, world_size)
+    run_dir = Path(config.run_root) / config.name
+    check_run_dir(run_dir)
     plan = plan_ranks(world_size, local_world_size, [config.topology.teacher_ranks])
     student_lm, teacher_lm = check_folder(config.student.path), check_folder(config.teacher.path)
     tokenizer = shared_tokenizer(config)
@@ -101,14 +108,27 @@ def prepare(config: cfg.OPDConfig, world_size: int, local_world_size: int) -> Jo
                      f"and {teacher_lm.vocab_size} (teacher): the others are padding beyond both tokenizers")
     if not stop_ids:
         notes.append("no stop id is known: every response runs to max_new_tokens (set rollout.stop_ids)")
-    return Job(config, plan, Path(config.run_root) / config.name, tokenizer, train, held_out, student_lm, teacher_lm,
-               vocab_size, tuple(stop_ids), notes + cfg.warnings(config))
+    longest = config.data.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
+    if longest > min(student_lm.max_length, teacher_lm.max_length):
+        notes.append(f"warning: up to {longest} tokens, beyond max_position_embeddings of {student_lm.max_length} "
+                     f"(student) and {teacher_lm.max_length} (teacher), for which they were trained")
+    job = Job(config, plan, run_dir, tokenizer, train, held_out, student_lm, teacher_lm, vocab_size, tuple(stop_ids),
+              weights_digest(open_folder(config.teacher.path)), notes + cfg.warnings(config))
+    saved = ckpt.peek(run_dir / "checkpoints")
+    if saved is not None:  # refused here already, before anything of the earlier run is touched
+        ckpt.compare_fingerprints(saved["fingerprints"], fingerprints(job), config.checkpoint.allow_drift)
+    return job
 
 
 def shared_tokenizer(config: cfg.OPDConfig) -> Any:
     """The student's tokenizer, once it is known that the teacher's gives every id the same meaning."""
     student, teacher = (load_tokenizer(path, config.data.tokenizer)
                         for path in (config.student.path, config.teacher.path))
+    if config.data.tokenizer == "byte":
+        for path in (config.student.path, config.teacher.path):
+            if (Path(path) / "tokenizer.json").exists():
+                raise ValueError(f"data.tokenizer: byte, but {path} has a tokenizer.json: its ids are not bytes (set "
+                                 "data.tokenizer=auto)")
     if student.fingerprint != teacher.fingerprint:
         raise ValueError(f"student.path {config.student.path} and teacher.path {config.teacher.path} have different "
                          "tokenizers: their token ids do not mean the same (choose models of one tokenizer family)")
@@ -120,7 +140,8 @@ def check_ids(config: cfg.OPDConfig, vocab_size: int, stop_ids: Sequence[int]) -
         raise ValueError(f"loss.top_k: {config.loss.top_k} exceeds the vocabulary of {vocab_size} (lower it)")
     outside = [token for token in stop_ids if token >= vocab_size]
     if outside:
-        raise ValueError(f"rollout.stop_ids: {outside} are outside the vocabulary of {vocab_size} (remove them)")
+        place = "rollout.stop_ids" if config.rollout.stop_ids else f"the end-of-text ids of {config.student.path}"
+        raise ValueError(f"{place}: {outside} are outside the vocabulary of {vocab_size} (set rollout.stop_ids)")
 
 
 def check_prompts(config: cfg.OPDConfig, train: Sequence[Prompt], held_out: Sequence[Prompt], tokenizer: Any) -> None:
@@ -154,6 +175,7 @@ def fingerprints(job: Job) -> dict[str, Any]:
     prompts = hashlib.sha256(json.dumps([prompt.ids for prompt in job.train]).encode()).hexdigest()
     return flat | {"data.train.sha256": prompts, "tokenizer.sha256": job.tokenizer.fingerprint,
                    "student.model": repr(job.student_lm), "teacher.model": repr(job.teacher_lm),
+                   "teacher.weights": job.teacher_digest,
                    "vocab_size": job.vocab_size, "stop_ids": list(job.stop_ids)}
 
 
@@ -176,17 +198,19 @@ def serve_teacher(job: Job, world: World) -> None:
         shape = Shape(job.vocab_size, model.config.hidden_size, dtype)
         serve(model, links_of(job, world, index), shape, chunk_size=config.chunk_size)
         del model
+        gc.collect()  # FSDP modules are reference cycles: without this the probe's weights stay beside the teacher's
 
 
 def connect_teacher(job: Job, world: World, folder: str, lm: LMConfig) -> InlineTeacher | RemoteTeacher:
     """The student ranks' side of one stage."""
     config, dtype = job.config.teacher, DTYPES[job.config.teacher.dtype]
     temperature = job.config.rollout.temperature
+    head = build_head(folder, world.student_mesh, world.device, dtype=dtype)
     if not job.plan.has_servers:
         model = build_lm(folder, world.student_mesh, world.device, dtype=dtype, trainable=False,
                          offload=config.param_offload, progress=load_progress(folder, prints=world.rank == 0))
-        return InlineTeacher(model, vocab_size=job.vocab_size, temperature=temperature, chunk_size=config.chunk_size)
-    head = build_head(folder, world.student_mesh, world.device, dtype=dtype)
+        return InlineTeacher(model, head, vocab_size=job.vocab_size, temperature=temperature,
+                             chunk_size=config.chunk_size)
     shape = Shape(job.vocab_size, lm.hidden_size, dtype)
     return RemoteTeacher(links_of(job, world, 0), shape, head, temperature=temperature)
 
@@ -209,12 +233,19 @@ class Run:
     teacher: InlineTeacher | RemoteTeacher | None = None
     step: int = 0  # attempts so far
     position: int = 0  # prompts drawn so far, over all ranks
+    evaluated: int = -1  # step of the last evaluation
+    sampling: Pulse | None = None  # from the start of a rollout until its batches are made
     alarms_on: set[str] = dataclasses.field(default_factory=set)  # each is told once, when it goes on
 
     @property
     def index(self) -> int:
         """This rank's place among the student ranks."""
         return self.job.plan.students.index(self.world.rank)
+
+    def start_sampling(self) -> Pulse:
+        """What keeps the teacher and the ranks that finish early from taking a rank that samples for dead."""
+        self.sampling = Pulse(self.world.students_control, self.world.timeout_s / 4, self.teacher.keepalive)
+        return self.sampling
 
     @property
     def roles(self) -> list[Role]:
@@ -259,11 +290,12 @@ def sample_prompts(run: Run) -> list[Sample]:
                     temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k,
                     stop_ids=run.job.stop_ids, n=n, seed=config.seed, step=run.step,
                     sample_ids=[(run.position + i) * n + j for i in mine for j in range(n)],
-                    capture_top_k=config.loss.top_k, batch_size=rollout.batch_size, keepalive=run.teacher.keepalive)
+                    capture_top_k=config.loss.top_k, batch_size=rollout.batch_size, keepalive=run.start_sampling().beat)
 
 
 def make_batches(run: Run, samples: Sequence[Sample]) -> list[MicroBatch]:
     """Micro-batches within the token budget; as many on every rank as the rank with the most needs."""
+    run.sampling.finish()
     budget = run.job.config.train.micro_batch_tokens
     mine = len(plan_batches([len(s.prompt) + len(s.tokens) for s in samples], budget))
     num_batches = int(agree_max(run.world.students_control, max(mine, 1))[0])
@@ -356,17 +388,30 @@ def probe(run: Run) -> str:
             temperature=config.rollout.temperature))
         kls = [reverse_kl_topk(logits_NK, other_NK).mean().nan_to_num(torch.inf)
                for other_NK in (reply.logits_NK[:, 1:], batch.topk_logprobs_NK)]
-    return judge_probe(config, *agree_max(world.students_control, *map(float, kls)))
+    scale = temperature_ratio(logits_NK, reply.logits_NK[:, 1:])
+    return judge_probe(config, *agree_max(world.students_control, *map(float, kls), abs(scale - 1.0)))
 
 
-def judge_probe(config: cfg.OPDConfig, served: float, sampled: float) -> str:
-    """served, sampled: KL in nats per token of the training forward against the teacher service and the sampler."""
+def temperature_ratio(logits_NK: Tensor, other_NK: Tensor) -> float:
+    """Slope of `other` against `logits` within each position: 1 / 1.1 for a temperature of 1.1 on that side.
+
+    Rounding to bf16 makes single logits noisy, and small KLs with them, but not the slope over all of them.
+    """
+    own, other = (x - x.mean(dim=-1, keepdim=True) for x in (logits_NK, other_NK))
+    return float((own * other).sum() / own.square().sum())
+
+
+def judge_probe(config: cfg.OPDConfig, served: float, sampled: float, tilt: float) -> str:
+    """served, sampled: KL in nats per token of the training forward against the teacher service and the sampler; tilt:
+    how far the ratio of the service's temperature to the student's is from 1."""
     dtypes = {config.student.dtype, config.teacher.dtype, config.rollout.dtype or config.student.dtype}
     limit = config.probe.max_kl_fp32 if dtypes == {"float32"} else config.probe.max_kl_bf16
     found = (f"KL of the student against its own weights served as teacher {served:.2e}, against its sampler "
              f"{sampled:.2e}, limit {limit:.0e}")
     if sampled > limit:
         raise ValueError(f"start-up probe: the student's training forward and its sampler disagree: {found}")
+    if tilt > MAX_PROBE_TILT:
+        raise ValueError(f"start-up probe: the teacher side disagrees: its temperature is off by {tilt:.1%}: {found}")
     if served > limit:
         raise ValueError(f"start-up probe: the teacher side disagrees with both the student's forwards: {found} "
                          "(probe.max_kl_bf16 is the limit where bfloat16 is used)")
@@ -383,7 +428,7 @@ def evaluate(run: Run) -> dict[str, float]:
                        seed=config.seed + 1, step=run.step,
                        sample_ids=[index * n + j for index in mine for j in range(n)],
                        capture_top_k=config.loss.top_k, batch_size=config.rollout.batch_size,
-                       keepalive=run.teacher.keepalive)
+                       keepalive=run.start_sampling().beat)
     metrics = Metrics()
     record_kl(run, samples[::n], metrics)
     texts = [text_of(run, [token for token in sample.tokens if token not in run.job.stop_ids]) for sample in samples]
@@ -393,6 +438,7 @@ def evaluate(run: Run) -> dict[str, float]:
     metrics.peak("eval/time_s", time.monotonic() - began)
     if run.world.rank == 0:
         write_samples(run, prompts, samples, texts)
+    run.evaluated = run.step
     return metrics.reduce(run.world.students_control)
 
 
@@ -447,7 +493,8 @@ def write_samples(run: Run, prompts: Sequence[Prompt], samples: Sequence[Sample]
 
 def save_checkpoint(run: Run, resumed_from: Path | None) -> Path:
     config = run.job.config
-    state = {"job": "opd", "step": run.step, "position": run.position, "roles": {"student": role_state(run.student)},
+    state = {"job": "opd", "step": run.step, "position": run.position, "evaluated": run.evaluated,
+             "roles": {"student": role_state(run.student)},
              "config": dataclasses.asdict(config), "fingerprints": fingerprints(run.job),
              "allowed_drift": list(config.checkpoint.allow_drift), "torch": torch.__version__}
     return ckpt.save(run.job.run_dir / "checkpoints", run.step, role_tensors(run.student), state,
@@ -464,7 +511,7 @@ def resume(run: Run) -> Path | None:
     ckpt.compare_fingerprints(found.state["fingerprints"], fingerprints(run.job), run.job.config.checkpoint.allow_drift)
     ckpt.load(found, role_tensors(run.student), group=group)
     restore_role(run.student, found.state["roles"]["student"])
-    run.step, run.position = found.state["step"], found.state["position"]
+    run.step, run.position, run.evaluated = (found.state[key] for key in ("step", "position", "evaluated"))
     gather_into(run.student.module, run.replica)
     return found.folder
 
@@ -481,11 +528,13 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
         run.teacher = connect_teacher(job, world, config.student.path, job.student_lm)
         log.info(probe(run))
         run.teacher.stop()
+        run.teacher = None  # freed before the real one is built
+        gc.collect()
     run.teacher = connect_teacher(job, world, config.teacher.path, job.teacher_lm)
     saved = resumed_from = resume(run)
     writer = open_metrics(run, resumed_from) if world.rank == 0 else None
     console, alarmed, stopped = Console(config.max_steps), False, False
-    if config.eval.every and config.eval.at_start and not resumed_from:
+    if evaluation_due(run):  # also one that a stop request has cut off
         log_eval(run, writer, evaluate(run))
 
     while run.step < config.max_steps and not stopped:
@@ -493,10 +542,10 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
         log_step(run, writer, console, values)
         alarmed = check_alarms(run, values, writer)
         stopped = bool(agree_max(world.students_control, alarmed or stop_request.wanted())[0])
-        last = stopped or run.step == config.max_steps
-        if config.eval.every and (run.step % config.eval.every == 0 or last) and not stopped:
+        last = run.step == config.max_steps
+        if evaluation_due(run) and (last or not stopped):
             log_eval(run, writer, evaluate(run))
-        if last or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
+        if last or stopped or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
             saved = save_checkpoint(run, resumed_from)
         run.teacher.keepalive()
 
@@ -508,7 +557,13 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
     if alarmed:
         raise RuntimeError(f"stopped by an alarm at step {run.step}; checkpoint {saved} is kept")
     if world.rank == 0:
-        mark(job.run_dir, "PREEMPTED" if stopped else "DONE")
+        mark(job.run_dir, "DONE" if run.step >= config.max_steps else "PREEMPTED")
+
+
+def evaluation_due(run: Run) -> bool:
+    config = run.job.config
+    planned = config.eval.at_start if run.step == 0 else run.step % max(1, config.eval.every) == 0
+    return bool(config.eval.every) and run.evaluated != run.step and (planned or run.step == config.max_steps)
 
 
 def step_once(run: Run) -> dict[str, float]:
@@ -596,7 +651,8 @@ def job_memory(job: Job) -> dict[str, dict[str, int]]:
                        student_dtype=DTYPES[config.student.dtype], rollout_dtype=rollout_dtype(config),
                        teacher_dtype=DTYPES[config.teacher.dtype], offload=config.teacher.param_offload,
                        recompute=config.student.activation_checkpointing, batch_rows=config.rollout.batch_size,
-                       row_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+                       row_tokens=config.data.max_prompt_tokens + max(
+                           config.rollout.max_new_tokens, config.eval.max_new_tokens if config.eval.every else 0),
                        micro_batch_tokens=config.train.micro_batch_tokens, vocab_size=job.vocab_size,
                        chunk_size=max(config.loss.chunk_size, config.teacher.chunk_size))
 
@@ -636,16 +692,17 @@ def span(ranks: Sequence[int]) -> str:
 
 
 def end_block(run: Run, saved: Path | None) -> str:
-    run_dir, done = run.job.run_dir, run.step == run.job.config.max_steps
+    run_dir, done = run.job.run_dir, run.step >= run.job.config.max_steps
     evals = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["kind"] == "eval"]
-    rows = [(name, f"{value:.4g}", f"{evals[-1][name]:.4g}") for name, value in (evals[0] if evals else {}).items()
-            if name.startswith("eval/") and name in evals[-1]]
+    rows = [(name, *("nan" if line[name] is None else f"{line[name]:.4g}" for line in (evals[0], evals[-1])))
+            for name in (evals[0] if evals else {}) if name.startswith("eval/") and name in evals[-1]]
     lines = [f"{'done' if done else 'stopped'} at step {run.step}: {run.student.successes} updates, "
              f"{run.student.skips} skipped"]
     if rows:
         lines += ["", table(rows, ("held-out prompts", f"step {evals[0]['step']}", f"step {evals[-1]['step']}")), ""]
     lines += [f"report: {run_dir / 'report.html'}",
-              f"export: python -m distill_core.export --checkpoint {saved} --out {run_dir / 'export'}"]
+              "export: " + shlex.join(["python", "-m", "distill_core.export", "--checkpoint", str(saved), "--out",
+                                       str(run_dir / "export")])]
     return "\n".join(lines if done else [*lines, "the same command again continues from here"])
 
 
@@ -700,7 +757,7 @@ def main() -> int:
             dry_run(config)
             return 0
         if args.check:
-            intended = config.topology.world_size or world_size
+            intended = config.topology.world_size or max(world_size, config.topology.teacher_ranks + 1)
             job = prepare(config, intended, min(intended, 8))
             print(f"{args.config}: ok; {len(job.train)} training and {len(job.held_out)} evaluation prompts")
             return 0
@@ -708,17 +765,25 @@ def main() -> int:
         job = prepare(config, world_size, local_world_size)
         device = pick_device(config.device)
         check_memory(job, device_memory(device))
+        lock = lock_run(run_dir) if rank == 0 else None
     except ValueError as error:
         if rank != 0:
             time.sleep(5)  # rank 0 most likely fails for the same reason and says so: torchrun then ends this rank
         report_failure(error, run_dir, rank=rank, role="before start", is_user_error=True)
         return 2
-    return launch(job, device)
+    try:
+        return launch(job, device)
+    finally:
+        if lock is not None:
+            lock.close()
 
 
 def launch(job: Job, device: torch.device) -> int:
     """Join the other ranks and live this rank's life; any failure ends the process, and with it the job."""
-    torch.use_deterministic_algorithms(job.config.deterministic)
+    if job.config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is only then reproducible
+        # warn_only: torch refuses cumsum on CUDA, which sampling needs
+        torch.use_deterministic_algorithms(True, warn_only=True)
     rank = env_rank()[0]
     role = "student" if rank in job.plan.students else "teacher"
     try:

@@ -75,7 +75,7 @@ def shard_meta(config: LMConfig, mesh: DeviceMesh, *, dtype: torch.dtype, traina
                compute_dtype: torch.dtype | None = None, offload: bool = False) -> CausalLM:
     """The sharded model without storage: what `build_lm` fills, and all that a dry run needs."""
     model = _on_meta(config, dtype)
-    model.requires_grad_(trainable)  # before the first forward, when FSDP2 fixes its reduce dtype from what is trainable
+    model.requires_grad_(trainable)  # before the first forward: FSDP2 derives its reduce dtype from what is trainable
     shard(model, model.fsdp_units(), mesh, compute_dtype=None if compute_dtype == dtype else compute_dtype,
           offload=offload)
     return model
@@ -114,8 +114,8 @@ def common_vocab(student: LMConfig, teacher: LMConfig, num_ids: int | None) -> i
         raise ValueError(f"student.path, teacher.path: the tokenizer uses ids up to {num_ids - 1}, but the heads have "
                          f"{student.vocab_size} and {teacher.vocab_size} rows (use models of one tokenizer)")
     if student.vocab_size != teacher.vocab_size and num_ids is None:
-        raise ValueError(f"student.path, teacher.path: the heads have {student.vocab_size} and {teacher.vocab_size} rows "
-                         "and no tokenizer.json says which are padding (put the tokenizer into both folders)")
+        raise ValueError(f"student.path, teacher.path: the heads have {student.vocab_size} and {teacher.vocab_size} "
+                         "rows and no tokenizer.json says which are padding (put the tokenizer into both folders)")
     return smaller
 
 
@@ -187,7 +187,7 @@ def memory_plan(student: LMConfig, teacher: LMConfig, *, num_students: int, num_
         "activations": micro_batch_tokens * kept * width,
     }
     if not num_servers:
-        return {"student": parts | teacher_part}
+        return {"student": parts | {"teacher head shard": head_bytes // num_students} | teacher_part}
     return {"student": parts | {"teacher head shard": head_bytes // num_students, "gathered teacher head": head_bytes},
             "teacher": teacher_part}
 

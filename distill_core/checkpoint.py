@@ -270,6 +270,19 @@ def find_latest(root: str | Path, *, group: dist.ProcessGroup | None = None) -> 
     return None
 
 
+def peek(root: str | Path) -> dict[str, Any] | None:
+    """The state in the newest readable manifest, without hashing data and without other ranks; None if there is none.
+
+    For refusing a drifted config early: what is loaded in the end is `find_latest`'s choice.
+    """
+    for name in _step_names(Path(root)):
+        try:
+            return _read_manifest(Path(root) / name)["state"]
+        except ValueError:
+            continue  # find_latest will say what is wrong with it
+    return None
+
+
 def open_checkpoint(folder: str | Path, *, group: dist.ProcessGroup | None = None) -> Checkpoint:
     """Verifies one folder, the ranks sharing the hashing. ValueError on all ranks, naming the file, if unusable."""
     folder = Path(folder)

@@ -56,7 +56,8 @@ class TeacherConfig:
 class TopologyConfig:
     world_size: int | None = None            # ranks the file is meant for: used by --dry-run; null = as launched
     teacher_ranks: int = 1                   # ranks that only serve the teacher; 0 = inline, sharded over the students
-    timeout_s: int = 600                     # longest wait for another rank, in seconds, before the job ends
+    timeout_s: int = 1800                    # longest wait for another rank, in seconds, before the job ends; must
+                                             # exceed the time that loading either model takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,9 +222,9 @@ def check(config: OPDConfig) -> None:
     _check_answer_pattern(config.eval.answer_pattern)
     if not config.data.train:
         raise ConfigError("data.train: the list is empty (name at least one JSONL file)")
-    if config.loss.mode.endswith("_topk") and config.loss.top_k < 2:
-        raise ConfigError(f"loss.top_k: {config.loss.top_k} is too small for loss.mode={config.loss.mode}, whose loss "
-                          "on one token is always 0 (set loss.top_k=2 or more)")
+    if config.loss.top_k < 2:
+        raise ConfigError(f"loss.top_k: {config.loss.top_k} is too small: one token renormalises to probability 1, so "
+                          "loss and diagnostics would be empty (set loss.top_k=2 or more)")
     if config.optim.warmup_steps >= config.max_steps:
         raise ConfigError(f"optim.warmup_steps: {config.optim.warmup_steps} leaves nothing of max_steps="
                           f"{config.max_steps} (set it below max_steps)")
@@ -285,6 +286,9 @@ _RANGES = (
         "rollout.temperature", "loss.advantage_clip", "optim.lr", "optim.eps", "optim.max_grad_norm",
         "probe.max_kl_fp32", "probe.max_kl_bf16")),
     ("< 0", lambda x: x < 0, ("loss.log_prob_min_clamp",)),
+    ("at most 604800 (a week)", lambda x: x <= 604800, ("topology.timeout_s",)),
+    ("at most 1000000", lambda x: x <= 1_000_000, ("topology.world_size", "topology.teacher_ranks")),
+    ("0 or at least 0.001", lambda x: x == 0 or x >= 0.001, ("rollout.temperature", "eval.temperature")),
     ("in (0, 1]", lambda x: 0 < x <= 1, ("rollout.top_p", "eval.top_p")),
     ("in [0, 1]", lambda x: 0 <= x <= 1, (
         "optim.min_lr_frac", "alarms.student_mass.limit", "alarms.truncated_frac.limit",

@@ -91,12 +91,22 @@ def _base_folder(checkpoint: Checkpoint, role: str, base: str | Path | None) -> 
     return folder
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error}); give another --base") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: is not a JSON object; give another --base")
+    return value
+
+
 def _names_to_write(checkpoint: Checkpoint, index: TensorIndex, role: str) -> list[str]:
     """Names of the base model, in its order. A base may repeat a tied head or hold buffers: these are not written."""
     weights = {name.removeprefix(f"{role}."): torch.empty(saved.shape, device="meta")
                for name, saved in checkpoint.tensors.items()
                if name.startswith(f"{role}.") and not name.startswith(f"{role}.optimizer.")}
-    tied = json.loads((index.folder / "config.json").read_bytes()).get("tie_word_embeddings")
+    tied = _read_object(index.folder / "config.json").get("tie_word_embeddings")
     try:
         check_tensors(index, weights, allow_extra=lambda name: name.endswith("rotary_emb.inv_freq")
                       or (bool(tied) and name == "lm_head.weight"))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import json
 import math
 import os
 import statistics
@@ -126,6 +127,18 @@ def _by_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted({line["step"]: line for line in lines}.values(), key=itemgetter("step"))
 
 
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Samples only illustrate: a line that a killed writer has torn must not keep a run from its report."""
+    samples = []
+    for line in _text_of(path).splitlines():
+        try:
+            sample = json.loads(line)
+        except ValueError:
+            continue
+        samples += [sample] if isinstance(sample, dict) else []
+    return samples
+
+
 def _read_samples(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     samples = []
     for path in sorted(folder.glob("step_*")):
@@ -135,7 +148,7 @@ def _read_samples(folder: Path) -> list[tuple[int, dict[str, Any]]]:
         if path.suffix == ".txt":
             samples.append((int(digits), {"response": _text_of(path)}))
             continue
-        samples += [(int(digits), sample) for sample in read_jsonl(path)]
+        samples += [(int(digits), sample) for sample in _whole_lines(path)]
     return sorted(samples, key=itemgetter(0))
 
 

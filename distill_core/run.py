@@ -11,13 +11,37 @@
 """
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shlex
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
+from typing import TextIO
+
+REPEAT_S = 5.0
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """ValueError where the folder cannot be made or written to; touches nothing."""
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"{run_dir}: {place} is not a folder that can be written to (set run_root)")
+
+
+def lock_run(run_dir: Path) -> TextIO:
+    """Hold the returned file open for the life of the run: a second job in the same folder is refused."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = open(run_dir / ".lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ValueError(f"{run_dir}: another job is running in this folder (wait, or set another name)") from None
+    return file
 
 
 def open_run(run_dir: Path, config_text: str, rank: int) -> logging.Logger:
@@ -27,7 +51,9 @@ def open_run(run_dir: Path, config_text: str, rank: int) -> logging.Logger:
         (run_dir / "config.yaml").write_text(config_text)
         with open(run_dir / "command.txt", "a") as file:
             file.write(shlex.join(sys.argv) + "\n")
-        for marker in ("STOP", "PREEMPTED", "DONE", "error.txt"):
+        # A STOP beside an end marker has been obeyed; one alone was asked for while this start was on its way.
+        ended = [name for name in ("PREEMPTED", "DONE") if (run_dir / name).exists()]
+        for marker in (*ended, *(["STOP"] if ended else []), "error.txt"):
             (run_dir / marker).unlink(missing_ok=True)
     log = logging.getLogger("distill")
     log.setLevel(logging.INFO)
@@ -52,20 +78,24 @@ class TerminalFormatter(logging.Formatter):
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1 or a STOP file in the run folder. Handlers only set a flag; a second signal exits at once."""
+    """SIGTERM, SIGUSR1 or a STOP file in the run folder. Handlers only set a flag.
+
+    A signal that comes again within REPEAT_S is the same request: sent to the whole job it arrives directly and, once
+    more, from torchrun. A later one exits at once.
+    """
 
     def __init__(self, run_dir: Path) -> None:
-        self._file, self._signalled = run_dir / "STOP", False
+        self._file, self._signalled = run_dir / "STOP", 0.0
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if self._signalled:
+        if self._signalled and time.monotonic() - self._signalled > REPEAT_S:
             os._exit(128 + number)
-        self._signalled = True
+        self._signalled = self._signalled or time.monotonic()
 
     def wanted(self) -> bool:
-        return self._signalled or self._file.exists()
+        return self._signalled > 0 or self._file.exists()
 
 
 def mark(run_dir: Path, name: str) -> None:
@@ -78,7 +108,11 @@ def report_failure(error: BaseException, run_dir: Path | None, *, rank: int, rol
     line = f"error: rank {rank} ({role}): {' '.join(str(error).split()) or type(error).__name__}"
     trace = "".join(traceback.format_exception(error))
     print(line if is_user_error else f"{line}\n{trace}", file=sys.stderr, flush=True)
-    if run_dir is not None:
+    if run_dir is None:
+        return
+    try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with open(run_dir / "error.txt", "a") as file:
-            file.write(f"{line}\n{trace}\n")
+            file.write(f"{line}\n" if is_user_error else f"{line}\n{trace}\n")
+    except OSError as problem:  # the cause itself may be a full disk: it has been told above
+        print(f"error: rank {rank}: {run_dir / 'error.txt'}: {problem.strerror}", file=sys.stderr, flush=True)

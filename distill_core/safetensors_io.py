@@ -11,6 +11,7 @@ length, a JSON header {name: {"dtype", "shape", "data_offsets"}}, then the data 
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -106,6 +107,23 @@ def load_into(index: TensorIndex, tensors: dict[str, Tensor], *, allow_extra: Ca
             progress(done_bytes, total_bytes)
 
 
+def weights_digest(index: TensorIndex) -> str:
+    """sha256 over names, shapes, dtypes and the first and last rows of every tensor: seconds for any size of model.
+
+    It tells models of one architecture apart (training changes every tensor); it is no proof against tampering.
+    """
+    digest = hashlib.sha256()
+    for name, entry in sorted(index.entries.items()):
+        digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
+        with safe_open(index.folder / entry.file, framework="pt") as file:
+            source = file.get_slice(name)
+            last = entry.shape[0] - 1 if entry.shape else 0
+            rows = [source[...]] if len(entry.shape) < 2 else [source[:1], source[last:last + 1]]
+        for part in rows:
+            digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def read_tensor(index: TensorIndex, name: str) -> Tensor:
     """One whole tensor on CPU, in the dtype of its file."""
     entry = index.entries[name]
@@ -115,7 +133,11 @@ def read_tensor(index: TensorIndex, name: str) -> Tensor:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    weight_map = _parse_json(path, path.read_bytes()).get("weight_map")
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); download it again") from None
+    weight_map = _parse_json(path, raw).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: no 'weight_map' of tensor names; download it again")
     for name, file in weight_map.items():

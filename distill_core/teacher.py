@@ -7,11 +7,13 @@
     teacher rank:  serve(model, links, chunk_size=1024)   # until the students send STOP
 
 One round of the protocol, the same for N students and M teacher ranks:
-  1. each student sends a fixed int64 header to the teacher's first rank (gloo), NOOP headers while it still samples;
+  1. each student sends a fixed int64 header to the teacher's first rank (gloo), NOOP headers while it still samples
+     (which that rank passes on to its own group, so that nobody waits unboundedly or in vain);
   2. that rank validates them all, broadcasts the table to its group and sends it to every student: from the table alone
      every rank knows which rows go where (`split_rows`), so nobody allocates before sizes are agreed;
-  3. students send their rows, each teacher rank runs exactly one forward (a dummy one if it got none: FSDP2 needs equal
-     counts), and answers each student with a header and fp32 values; no [rows, time, vocabulary] exists on either side.
+  3. students send their rows, each teacher rank runs one forward for each student's part (dummy ones where another rank
+     has more: FSDP2 needs equal counts) and then answers with headers and fp32 values. A forward is never larger than
+     one student's micro-batch, and no [rows, time, vocabulary] exists on either side.
 gloo validates neither size nor dtype and would return garbage: hence the checked header before every payload.
 
 Legend: B rows, T tokens, N response positions (row by row), K ids per position, D the teacher's hidden size.
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,8 +83,11 @@ def answer(model: nn.Module, request: Request, *, vocab_size: int, temperature: 
 class InlineTeacher:
     """The teacher sharded over the student ranks: every student rank calls `request` the same number of times."""
 
-    def __init__(self, model: nn.Module, *, vocab_size: int, temperature: float, chunk_size: int) -> None:
-        self.model, self.head = model, model.lm_head
+    def __init__(self, model: nn.Module, head: nn.Module, *, vocab_size: int, temperature: float,
+                 chunk_size: int) -> None:
+        """head: a sharded copy of the model's head for whole-vocabulary losses. The model's own must not be called
+        apart from its body: torch 2.11 then loses track of a tied group and leaves the embedding sharded."""
+        self.model, self.head = model, head
         self._settings = {"vocab_size": vocab_size, "temperature": temperature, "chunk_size": chunk_size}
 
     def request(self, tokens_BT: Tensor, lengths_B: Tensor, starts_B: Tensor, *, ids_NK: Tensor, own_k: int,
@@ -342,32 +347,47 @@ def _recv_payload(shape: tuple[int, ...], dtype: torch.dtype, teacher: int, link
 
 def serve(model: nn.Module, links: Links, shape: Shape, *, chunk_size: int) -> int:
     """Answer rounds until every student has sent STOP; returns their number. Any fault raises, and so ends the job."""
-    seq = 0
+    seq, me = 0, links.teachers.index(links.rank)
     while True:
         table = _next_round(links, shape, seq)
         if table[0].opcode == STOP:
             return seq
-        segments = [s for s in split_rows([h.rows for h in table], len(links.teachers))
-                    if s.teacher == links.teachers.index(links.rank)]
-        requests = [_receive_request(links, shape, table[segment.student], segment) for segment in segments]
-        joined = _join(requests, table[0], links.device)
-        reply = answer(model, joined, vocab_size=shape.vocab_size, temperature=_bits_float(table[0].extra),
-                       chunk_size=chunk_size)
-        _send_replies(links, seq, segments, requests, reply)
+        segments = split_rows([header.rows for header in table], len(links.teachers))
+        mine = [segment for segment in segments if segment.teacher == me]
+        requests = [_receive_request(links, shape, table[segment.student], segment) for segment in mine]
+        dummies = [_dummy_request(table[0], links.device)] * (_num_forwards(segments) - len(mine))
+        replies = [answer(model, request, vocab_size=shape.vocab_size, temperature=_bits_float(table[0].extra),
+                          chunk_size=chunk_size) for request in [*requests, *dummies]]
+        # Only now: a send may wait for a student that waits for another teacher rank, which must not lack our forwards.
+        for segment, reply in zip(mine, replies, strict=False):
+            _send_reply(links, seq, links.students[segment.student], reply)
         seq += 1
+
+
+def _num_forwards(segments: Sequence[Segment]) -> int:
+    """The same on every teacher rank, from the table alone: what the rank with the most segments needs."""
+    loads = [segment.teacher for segment in segments]
+    return max((loads.count(teacher) for teacher in set(loads)), default=0)
 
 
 def _next_round(links: Links, shape: Shape, seq: int) -> list[Header]:
     """The headers of all students for round `seq`, the same on every teacher rank, acknowledged to every student."""
-    table = torch.empty(len(links.students), HEADER_LEN, dtype=torch.int64)
+    table = torch.zeros(len(links.students), HEADER_LEN, dtype=torch.int64)
     if links.rank == links.teachers[0]:
         headers = [_receive_header(links, student, seq) for student in links.students]
         _check_round(headers, shape)
         table = torch.stack([header.pack() for header in headers])
         for student in links.students:
             dist.send(table, student, group=links.control)
-    dist.broadcast(table, links.teachers[0], group=links.teachers_control)
+        _tell_group(links, table)
+    else:
+        while not table.any():  # an empty table: the leader has heard from a student that is still sampling
+            _tell_group(links, table)
     return [Header(*row[2:HEADER_LEN - 1]) for row in table.tolist()]
+
+
+def _tell_group(links: Links, table: Tensor) -> None:
+    dist.broadcast(table, links.teachers[0], group=links.teachers_control)
 
 
 def _receive_header(links: Links, student: int, seq: int) -> Header:
@@ -378,6 +398,7 @@ def _receive_header(links: Links, student: int, seq: int) -> Header:
         header = unpack_header(raw, sender=student, seq=seq, opcodes=(NOOP, SCORE, STOP))
         if header.opcode != NOOP:
             return header
+        _tell_group(links, torch.zeros(len(links.students), HEADER_LEN, dtype=torch.int64))
 
 
 def _check_round(headers: Sequence[Header], shape: Shape) -> None:
@@ -420,33 +441,19 @@ def _receive_request(links: Links, shape: Shape, header: Header, segment: Segmen
     return Request(tokens_BT, lengths_B, starts_B, ids_NK, header.own_k, bool(header.want_hidden))
 
 
-def _join(requests: Sequence[Request], like: Header, device: torch.device) -> Request:
-    """One right-padded batch of all segments; a single dummy token without positions when there is none."""
-    if not requests:
-        one = torch.ones(1, dtype=torch.int32, device=device)
-        return Request(torch.zeros(1, 1, dtype=torch.int32, device=device), one, one,
-                       torch.zeros(0, like.k, dtype=torch.int32, device=device), like.own_k, bool(like.want_hidden))
-    width = max(int(request.lengths_B.max()) for request in requests)
-    tokens = [nn.functional.pad(r.tokens_BT[:, :width], (0, max(0, width - r.tokens_BT.shape[1]))) for r in requests]
-    return Request(torch.cat(tokens), torch.cat([r.lengths_B for r in requests]),
-                   torch.cat([r.starts_B for r in requests]), torch.cat([r.ids_NK for r in requests]),
-                   like.own_k, bool(like.want_hidden))
+def _dummy_request(like: Header, device: torch.device) -> Request:
+    """One token without a response position: takes part in the forward's collectives and nothing else."""
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    return Request(torch.zeros(1, 1, dtype=torch.int32, device=device), one, one,
+                   torch.zeros(0, like.k, dtype=torch.int32, device=device), like.own_k, bool(like.want_hidden))
 
 
-def _send_replies(links: Links, seq: int, segments: Sequence[Segment], requests: Sequence[Request],
-                  reply: Reply) -> None:
+def _send_reply(links: Links, seq: int, student: int, reply: Reply) -> None:
     values = torch.cat([reply.logits_NK, reply.lse_N[:, None], reply.entropy_N[:, None], reply.own_logits_NK], dim=1)
-    bad_N = (~torch.isfinite(values)).sum(dim=1)
-    first = 0
-    for segment, request in zip(segments, requests):
-        target, last = links.students[segment.student], first + request.ids_NK.shape[0]
-        header = Header(seq, REPLY, links.rank, positions=last - first, k=request.ids_NK.shape[1], own_k=request.own_k,
-                        rows=last - first, width=1, extra=int(bad_N[first:last].sum()))
-        dist.send(header.pack(), target, group=links.control)
-        payload = [values[first:last], reply.own_ids_NK[first:last]]
-        if request.want_hidden:
-            payload.append(reply.hidden_ND[first:last])
-        for tensor in payload:
-            if tensor.numel():
-                dist.send(tensor.contiguous(), target)
-        first = last
+    positions, k = reply.logits_NK.shape
+    header = Header(seq, REPLY, links.rank, rows=positions, width=1, positions=positions, k=k,
+                    own_k=reply.own_ids_NK.shape[1], extra=reply.num_nonfinite)
+    dist.send(header.pack(), student, group=links.control)
+    for tensor in (values, reply.own_ids_NK, reply.hidden_ND):
+        if tensor is not None and tensor.numel():
+            dist.send(tensor.contiguous(), student)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import datetime
 import os
 import resource
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -184,6 +185,29 @@ def agree_sum(group: dist.ProcessGroup, *values: float) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, group=group)
     return tensor.tolist()
+
+
+class Pulse:
+    """Lets ranks of a group work for unequal times without anyone's bounded wait running out.
+
+    Each calls `beat` often while it works, then `finish`. Every `every_s` the working ranks join one small collective,
+    in which the finished ones are waiting already; `finish` returns on all ranks once none is working. `also` is called
+    with every beat, and on a finished rank at least every `every_s`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, every_s: float, also: Callable[[], None]) -> None:
+        self._group, self._every_s, self._also = group, every_s, also
+        self._next = time.monotonic() + every_s
+
+    def beat(self) -> None:
+        self._also()
+        if time.monotonic() > self._next:
+            agree_sum(self._group, 1)
+            self._next = time.monotonic() + self._every_s
+
+    def finish(self) -> None:
+        while agree_sum(self._group, 0)[0] > 0:
+            self._also()
 
 
 def raise_together(group: dist.ProcessGroup, error: Exception | None) -> None:

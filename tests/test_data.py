@@ -13,7 +13,7 @@ from distill_core.data import ByteTokenizer, answer_matches, batch_at, load_toke
 BYTE = ByteTokenizer()
 TEMPLATE = """\
 {%- if messages[0].role != 'system' %}
-    {{- bos_token + '<|system|>default ' + strftime_now('%Y') + eos_token }}
+    {{- bos_token + '<|system|>default ' + eos_token }}
 {%- endif %}
 {% set ns = namespace(count=0) %}
 {% for message in messages %}

@@ -45,9 +45,9 @@ def test_logits_and_prompts_equal_transformers(folders):
 
 def test_two_steps_of_the_real_run(folders, tmp_path):
     """Catches a real run that does not start, does not start where it should, or does not learn from its first steps."""
-    overrides = ["name=two_steps", f"run_root={tmp_path}", "max_steps=2", "eval.num_prompts=4", "eval.max_new_tokens=16",
+    overrides = ["name=two_steps", f"run_root={tmp_path}", "max_steps=2", "eval.num_prompts=2", "eval.max_new_tokens=16",
                  "rollout.max_new_tokens=16", "checkpoint.every=0"]
-    code, out, err = finish(torchrun(ROOT / "configs/opd_smollm2_cpu.yaml", 3, *overrides), 400)
+    code, out, err = finish(torchrun(ROOT / "configs/opd_smollm2_cpu.yaml", 2, *overrides), 400)
     assert code == 0, err[-3000:]
     lines = read_jsonl(tmp_path / "two_steps/metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "train"]

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
@@ -110,7 +109,8 @@ def test_inline_teacher_has_the_same_interface_and_values():
 
     def body(rank):
         world = make_groups(plan, torch.device("cpu"), 20)
-        teacher = InlineTeacher(sharded(world.student_mesh, True), vocab_size=VOCAB, temperature=TEMPERATURE, chunk_size=CHUNK)
+        model = sharded(world.student_mesh, True)
+        teacher = InlineTeacher(model, model.lm_head, vocab_size=VOCAB, temperature=TEMPERATURE, chunk_size=CHUNK)
         values = BATCHES[rank]
         reply = teacher.request(*values[:3], ids_NK=values[3], own_k=OWN_K, want_hidden=True).result()
         assert_same(reply, local_answer(tiny(True), values, True))
@@ -203,7 +203,7 @@ def test_headers_are_validated_field_by_field():
 
 def test_noop_keeps_a_slow_student_alive_and_silence_does_not():
     """Catches a long rollout that looks like a dead student, and a dead one that is waited for without bound."""
-    plan = plan_ranks(2, 2, [1])
+    plan = plan_ranks(3, 3, [2])  # the second teacher rank hears of a NOOP only through the first
 
     def body(rank, alive: bool):
         world = make_groups(plan, torch.device("cpu"), 2)
@@ -218,8 +218,27 @@ def test_noop_keeps_a_slow_student_alive_and_silence_does_not():
         teacher.request(*values[:3], ids_NK=values[3], own_k=OWN_K).result()
         teacher.stop()
 
-    run_ranks(lambda rank: body(rank, True), 2)
+    run_ranks(lambda rank: body(rank, True), 3)
     with pytest.raises(Exception, match="Timed out|closed|reset"):
-        run_ranks(lambda rank: body(rank, False), 2)
+        run_ranks(lambda rank: body(rank, False), 3)
+
+
+def test_a_forward_is_never_larger_than_one_students_micro_batch():
+    """Catches a service that joins the students' rows into one padded batch, whose memory nobody has planned for."""
+    plan, widths = plan_ranks(4, 4, [1]), {0: [3, 4], 1: [30], 2: [2] * 9}
+
+    def body(rank):
+        world = make_groups(plan, torch.device("cpu"), 20)
+        if not world.is_student:
+            model, shapes = sharded(world.teacher_meshes[0], False), []
+            model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+            serve(model, links_for(world), Shape(VOCAB, 24, torch.float32), chunk_size=CHUNK)
+            return shapes
+        values = batch(rank, widths[rank], max(widths[rank]))
+        teacher = connect(world, False)
+        teacher.request(*values[:3], ids_NK=values[3], own_k=OWN_K).result()
+        teacher.stop()
+
+    assert run_ranks(body, 4)[3] == [(2, 4), (1, 30), (9, 2)]
 
 

@@ -2,12 +2,14 @@
 """Rank plans at many world sizes, groups and meshes on forked ranks, decisions that all ranks share."""
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from distill_core.topology import agree_max, agree_sum, make_groups, plan_ranks, raise_together
+from distill_core.topology import Pulse, agree_max, agree_sum, make_groups, plan_ranks, raise_together
 
 
 def test_plans_are_partitions_with_rank_0_a_student():
@@ -69,3 +71,23 @@ def test_raise_together_names_the_rank_that_failed():
     results = run_ranks(body, 3)
     assert results[1] == ("ValueError", "bad shard")
     assert results[0] == results[2] == ("RuntimeError", "stopped because rank 1 failed (its own message says why)")
+
+
+def test_a_pulse_outlasts_the_timeout_while_somebody_works_and_no_longer():
+    """Catches ranks that finish early and die waiting for a slow one that is alive, and waiting for a dead one."""
+    def body(rank, alive: bool):
+        world = make_groups(plan_ranks(3, 3, [0]), torch.device("cpu"), 2)
+        told = []
+        pulse = Pulse(world.students_control, 0.5, lambda: told.append(time.monotonic()))
+        end = time.monotonic() + (5 if rank == 1 else 0.7 * rank)  # rank 0 has nothing to do at all
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            if alive:
+                pulse.beat()
+        pulse.finish()
+        return len(told)
+
+    counts = run_ranks(lambda rank: body(rank, True), 3)
+    assert min(counts) >= 4, "finished ranks go on telling others that they are alive"
+    with pytest.raises(Exception, match="Timed out|closed|reset"):
+        run_ranks(lambda rank: body(rank, False), 3)

@@ -32,6 +32,9 @@ from distill_core.safetensors_io import write_folder
 
 SEED = 0
 NUM_TRAIN, NUM_EVAL = 4096, 200
+SCHEDULE_STEPS, WARMUP_STEPS, BATCH = 1200, 50, 64
+HEADS = 4
+SLIP = 0.01  # share of the numbers written in training solutions that are wrong, see `solution`
 END = 256
 MAX_RESPONSE = 40  # tokens; the longest solution has 33
 ANSWER_PATTERN = r"\](\d+)$"
@@ -40,20 +43,17 @@ NO_TARGET = -100  # positions that cross_entropy leaves out
 
 @dataclass(frozen=True)
 class Recipe:
-    """Shape and training of one model: `batch` fresh problems a step, AdamW, warm-up and cosine down to zero."""
+    """Shape and training of one model: AdamW on BATCH new problems a step, the rate going to 0 at SCHEDULE_STEPS."""
 
     layers: int
     hidden: int
     intermediate: int
-    steps: int
     lr: float
-    batch: int = 64
-    heads: int = 4
-    warmup: int = 50
+    stop_at: int  # step; a model stopped in mid-schedule still learns easily, one that was annealed has to be unsettled
 
 
-TEACHER = Recipe(layers=3, hidden=128, intermediate=384, steps=1500, lr=3e-3)
-STUDENT = Recipe(layers=2, hidden=64, intermediate=192, steps=250, lr=4e-3)
+TEACHER = Recipe(layers=3, hidden=128, intermediate=384, lr=3e-3, stop_at=SCHEDULE_STEPS)
+STUDENT = Recipe(layers=2, hidden=64, intermediate=192, lr=4e-3, stop_at=250)
 
 
 # --- the task -------------------------------------------------------------------------------------------------------
@@ -94,26 +94,33 @@ def draw_unseen(rng: random.Random, count: int, excluded: Collection[tuple[str, 
     return problems
 
 
-def solution(problem: Problem) -> str:
-    """'[7+5=12,4+8+1=13,3+2+1=6]632' for 347+285."""
+def solution(problem: Problem, rng: random.Random, slip: float) -> str:
+    """'[7+5=12,4+8+1=13,3+2+1=6]632' for 347+285, where each number of a column is replaced with probability `slip`.
+
+    After a slip the rest follows from what is written, so the right next step is defined after any mistake.
+    """
+    def write(value: int, bound: int) -> int:
+        return rng.randrange(bound) if rng.random() < slip else value
+
     width = max(len(str(problem.a)), len(str(problem.b)))
-    columns, carry = [], 0
-    for x, y in zip(reversed(f"{problem.a:0{width}}"), reversed(f"{problem.b:0{width}}")):
-        x, y = int(x), int(y)
+    columns, total, carry = [], 0, 0
+    for place, digits in enumerate(zip(reversed(f"{problem.a:0{width}}"), reversed(f"{problem.b:0{width}}"))):
+        x, y = (write(int(digit), 10) for digit in digits)
         borrow = problem.op == "-" and x < y + carry
         x += 10 * borrow
-        result = x + y + carry if problem.op == "+" else x - y - carry
+        result = write(x + y + carry if problem.op == "+" else x - y - carry, 20 if problem.op == "+" else 10)
         columns.append(f"{x}{problem.op}{y}{problem.op + '1' if carry else ''}={result}")
         carry = int(borrow or result >= 10)
-    return f"[{','.join(columns)}]{problem.answer}"
+        total += (result if place == width - 1 else result % 10) * 10 ** place
+    return f"[{','.join(columns)}]{total}"
 
 
 # --- training -------------------------------------------------------------------------------------------------------
 
-def make_batch(problems: list[Problem]) -> tuple[Tensor, Tensor]:
+def make_batch(problems: list[Problem], rng: random.Random) -> tuple[Tensor, Tensor]:
     """Right-padded tokens [B, T] and next-token targets [B, T], set where the target is part of the response."""
     prompts = [list(problem.prompt.encode()) for problem in problems]
-    responses = [list(solution(problem).encode()) + [END] for problem in problems]
+    responses = [list(solution(problem, rng, SLIP).encode()) + [END] for problem in problems]
     length = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses))
     tokens_BT = torch.full((len(problems), length), END)
     targets_BT = torch.full((len(problems), length), NO_TARGET)
@@ -127,8 +134,8 @@ def hf_config(recipe: Recipe) -> dict:
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 257,
         "hidden_size": recipe.hidden, "intermediate_size": recipe.intermediate, "num_hidden_layers": recipe.layers,
-        "num_attention_heads": recipe.heads, "num_key_value_heads": recipe.heads,
-        "head_dim": recipe.hidden // recipe.heads, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+        "head_dim": recipe.hidden // HEADS, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "max_position_embeddings": 128, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
         "bos_token_id": END, "eos_token_id": END, "pad_token_id": END, "torch_dtype": "bfloat16",
     }
@@ -148,10 +155,10 @@ def train(recipe: Recipe, name: str, held_out: list[Problem]) -> CausalLM:
     rng, excluded = random.Random(f"{name} {SEED}"), {problem.key for problem in held_out}
     model = new_model(recipe, name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    for step in range(recipe.steps):
-        cosine = 0.5 + 0.5 * math.cos(math.pi * step / recipe.steps)
-        optimizer.param_groups[0]["lr"] = recipe.lr * cosine * min(1.0, (step + 1) / recipe.warmup)
-        tokens_BT, targets_BT = make_batch(draw_unseen(rng, recipe.batch, excluded))
+    for step in range(recipe.stop_at):
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / SCHEDULE_STEPS)
+        optimizer.param_groups[0]["lr"] = recipe.lr * cosine * min(1.0, (step + 1) / WARMUP_STEPS)
+        tokens_BT, targets_BT = make_batch(draw_unseen(rng, BATCH, excluded), rng)
         counted_BT = targets_BT != NO_TARGET
         loss = F.cross_entropy(model.lm_head(model(tokens_BT)[counted_BT]), targets_BT[counted_BT])
         optimizer.zero_grad()
@@ -159,7 +166,7 @@ def train(recipe: Recipe, name: str, held_out: list[Problem]) -> CausalLM:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 50 == 0:
-            print(f"{name} step {step + 1:5d}/{recipe.steps}  loss {loss.item():.4f}", flush=True)
+            print(f"{name} step {step + 1:5d}/{recipe.stop_at}  loss {loss.item():.4f}", flush=True)
     return model.bfloat16().float()
 
 
