@@ -16,10 +16,13 @@ if [[ -n ${TORCH:-} ]] || ! "$python" -m pip show -qq torch; then
 fi
 "$python" -m pip install -q -r requirements.txt
 
-# A fresh start each time: the same command on an old run folder would resume it.
-run=runs/quickstart
-rm -rf "$run"
 export OMP_NUM_THREADS=1  # three ranks share two cores
 "$python" train_opd.py --config configs/quickstart.yaml "$@" --check
+# A fresh start each time: the same command on an old run folder would resume it.
+run=$("$python" -m distill_core.config configs/quickstart.yaml "$@" | "$python" -c '
+import sys, yaml
+c = yaml.safe_load(sys.stdin)
+print(c["run_root"] + "/" + c["name"])')
+rm -rf -- "$run"
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node=3 --max-restarts=0 \
     train_opd.py --config configs/quickstart.yaml "$@"

@@ -162,6 +162,20 @@ def test_grad_norm_with_an_empty_shard():
     assert run_ranks(body, 4) == [pytest.approx(math.sqrt(15 * 4 + 3 * 4))] * 4
 
 
+def test_a_skip_does_not_advance_the_schedule_and_only_matrices_decay():
+    """Catches warm-up that runs on through skipped steps, and weight decay on norms and biases or on nothing."""
+    role = make_role(net())
+    role.lr, learning_rates = (lambda step: 0.1 + step), []
+    for poison in (1.0, math.nan, math.nan, 1.0):
+        def compute(batch, factor=poison):
+            loss = summed(role.module)(batch)
+            return loss._replace(value=loss.value * factor)
+        learning_rates.append(run_phase(role, [SAMPLES], compute, roles=[role], max_grad_norm=1.0).lr)
+    assert learning_rates == [0.1, 1.1, 1.1, 1.1] and role_state(role) == {"successes": 2, "skips": 2, "skips_in_a_row": 0}
+    decays = {p.dim(): group["weight_decay"] for group in role.optimizer.param_groups for p in group["params"]}
+    assert decays == {2: 0.01, 1: 0.0}
+
+
 # --- ownership ------------------------------------------------------------------------------------------------------
 
 def two_roles():

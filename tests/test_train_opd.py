@@ -52,7 +52,8 @@ def reference(path, overrides, samples) -> tuple[float, dict[str, float], dict[s
     student, teacher = (load_lm(p, torch.float64) for p in (config.student.path, config.teacher.path))
     vocab = min(student.config.vocab_size, teacher.config.vocab_size)
     temperature, k = config.rollout.temperature, config.loss.top_k
-    total, count, sums = 0.0, 0, dict.fromkeys(("student_mass", "teacher_mass", "overlap_ratio", "teacher_entropy"), 0.0)
+    names = ("student_mass", "teacher_mass", "overlap_ratio", "teacher_entropy", "student_entropy", "sampled_kl")
+    total, count, sums = 0.0, 0, dict.fromkeys(names, 0.0)
     for sample in samples:
         tokens, first = torch.tensor([sample.prompt + sample.tokens]), len(sample.prompt)
         place = slice(first - 1, tokens.shape[1] - 1)
@@ -76,6 +77,8 @@ def reference(path, overrides, samples) -> tuple[float, dict[str, float], dict[s
         sums["teacher_mass"] += logp.gather(1, ids).exp().sum().item()
         sums["overlap_ratio"] += overlap.double().mean(-1).sum().item()
         sums["teacher_entropy"] -= (logp.exp() * logp).sum().item()
+        sums["student_entropy"] -= (logq.exp() * logq).sum().item()
+        sums["sampled_kl"] += (logq - logp).gather(1, sampled).sum().item()
     (total / count).backward()
     return (total / count).item(), {name: value / count for name, value in sums.items()}, {
         name: p.grad for name, p in student.named_parameters()}
@@ -106,12 +109,14 @@ def test_loss_diagnostics_and_gradients_equal_float64(tmp_path, mode, ranks, tea
     under sharding, rows lost between ranks: everything that a training curve would not show."""
     path = write_config(tmp_path, loss__mode=mode, topology__teacher_ranks=teacher_ranks, rollout__temperature=0.8,
                         train__micro_batch_tokens=budget, optim__max_grad_norm=1e9, probe__enabled=False,
-                        rollout__stop_ids=list(range(0, 257, 4)))
+                        rollout__stop_ids=list(range(0, 257, 4)), train__prompts_per_step=4,
+                        rollout__samples_per_prompt=2)
     write_lm(tmp_path / "wide_teacher", seed=2, vocab_size=VOCAB + 9, tie_word_embeddings=False)
     overrides = [f"teacher.path={tmp_path / 'wide_teacher'}", "student.activation_checkpointing=true"]
     results = [r for r in live(path, ranks, one_step, overrides) if r is not None]
     samples = [sample for result in results for sample in result[2]]
-    assert len(samples) == 8 and len({len(s.tokens) for s in samples}) > 1, "different lengths, all prompts"
+    assert len(samples) == 8 and len({len(s.tokens) for s in samples}) > 1, "different lengths, all samples"
+    assert len({tuple(s.prompt) for s in samples}) == 4 and len({tuple(s.tokens) for s in samples}) == 8
     loss, diagnostics, gradients = reference(path, overrides, samples)
     for result, values, _, change in results:
         assert result.applied and result.count == sum(len(s.tokens) for s in samples)
@@ -141,16 +146,19 @@ def run_probe(path, ranks: int, plant=None):
     return [found for found in live(path, ranks, on_student) if found is not None]
 
 
+@pytest.mark.parametrize("dtype, limit", [("float32", "1e-06"), ("bfloat16", "5e-03")])
 @pytest.mark.parametrize("ranks, teacher_ranks", [(4, 2), (2, 0)])
-def test_the_probe_passes_on_the_real_path(tmp_path, ranks, teacher_ranks):
+def test_the_probe_passes_on_the_real_path(tmp_path, dtype, limit, ranks, teacher_ranks):
     """Catches a limit so tight, or a path so noisy, that every run would be refused."""
-    for found in run_probe(write_config(tmp_path, topology__teacher_ranks=teacher_ranks), ranks):
-        assert "passed" in found
+    path = write_config(tmp_path, topology__teacher_ranks=teacher_ranks, student__dtype=dtype, teacher__dtype=dtype)
+    for found in run_probe(path, ranks):
+        assert "passed" in found and f"limit {limit}" in found
 
 
 @pytest.mark.parametrize("fault", ["shift", "temperature"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks, teacher_ranks", [(3, 1), (2, 0)])
-def test_the_probe_sees_a_planted_fault_of_the_teacher_side(tmp_path, monkeypatch, fault, ranks, teacher_ranks):
+def test_the_probe_sees_a_planted_fault_of_the_teacher_side(tmp_path, monkeypatch, fault, dtype, ranks, teacher_ranks):
     """Catches a probe that cannot fail: a shift by one position and a temperature of 1.1 must stop the job."""
     original = teacher_module.answer
 
@@ -162,8 +170,10 @@ def test_the_probe_sees_a_planted_fault_of_the_teacher_side(tmp_path, monkeypatc
         return original(model, request, vocab_size=vocab_size, temperature=temperature, chunk_size=chunk_size)
 
     monkeypatch.setattr(teacher_module, "answer", faulty)
-    for found in run_probe(write_config(tmp_path, topology__teacher_ranks=teacher_ranks), ranks):
-        assert "the teacher side disagrees" in found and "limit 1e-06" in found
+    path = write_config(tmp_path, topology__teacher_ranks=teacher_ranks, student__dtype=dtype, teacher__dtype=dtype)
+    for found in run_probe(path, ranks):
+        assert "the teacher side disagrees" in found
+        assert ("temperature is off by" in found) == (fault == "temperature") or fault == "shift"
 
 
 def test_the_probe_blames_the_student_side_when_its_sampler_differs(tmp_path, monkeypatch):
@@ -204,9 +214,9 @@ def test_six_steps_equal_three_and_three(tmp_path, ranks, teacher_ranks):
 def test_resume_at_another_world_size(tmp_path):
     """Catches state bound to a number of ranks: the next step must see the same prompts and give the same loss."""
     path = write_config(tmp_path, topology__teacher_ranks=1)
-    whole_run(path, 3, ["name=straight", "max_steps=4"])
-    whole_run(path, 3, ["name=moved", "max_steps=3"])
-    whole_run(path, 2, ["name=moved", "max_steps=4", "topology.teacher_ranks=0"])
+    whole_run(path, 4, ["name=straight", "max_steps=4"])  # 3 students
+    whole_run(path, 4, ["name=moved", "max_steps=3"])
+    whole_run(path, 1, ["name=moved", "max_steps=4", "topology.teacher_ranks=0"])  # 1 student, teacher inline
     a, b = (curve(tmp_path / f"runs/{name}/metrics.jsonl")[-2:] for name in ("straight", "moved"))
     assert a[0][0] == b[0][0] == 4 and a[0][4] == b[0][4]  # step, tokens
     assert b[0][2] == pytest.approx(a[0][2], abs=1e-5) and b[0][3] == pytest.approx(a[0][3], abs=1e-4)
@@ -225,6 +235,65 @@ def test_drift_is_refused_with_both_values_and_free_keys_are_free(tmp_path):
     write_prompts(tmp_path / "train.jsonl", 40, seed=9)
     with pytest.raises(Exception, match=r"data\.train\.sha256"):
         whole_run(path, 1, ["max_steps=5", "optim.lr=0.5"])
+
+
+def test_a_swapped_teacher_is_refused(tmp_path):
+    """Catches a resume that goes on with another teacher of the same shape as if nothing had happened."""
+    path = write_config(tmp_path, topology__teacher_ranks=0, eval__every=0, data__eval=None)
+    whole_run(path, 1, ["max_steps=1"])
+    write_lm(tmp_path / "other", seed=7)
+    with pytest.raises(Exception, match=r"teacher\.weights"):
+        whole_run(path, 1, ["max_steps=2", f"teacher.path={tmp_path / 'other'}"])
+    (tmp_path / "teacher").rename(tmp_path / "moved")
+    whole_run(path, 1, ["max_steps=2", f"teacher.path={tmp_path / 'moved'}"])  # the same one elsewhere is fine
+
+
+FREE = {"name", "run_root", "max_steps", "device", "student.path", "student.activation_checkpointing", "teacher.path",
+        "teacher.name", "teacher.chunk_size", "teacher.param_offload", "topology.world_size", "topology.teacher_ranks",
+        "topology.timeout_s", "data.train", "data.eval", "rollout.batch_size", "loss.chunk_size",
+        "train.micro_batch_tokens"}
+
+
+def test_every_option_is_either_free_or_in_the_fingerprint(tmp_path):
+    """Catches an option that changes the computation and may drift silently, and one that locks a run for no reason."""
+    job = train_opd.prepare(cfg.load(write_config(tmp_path)), 3, 3)
+    prints, sections = train_opd.fingerprints(job), ("eval.", "probe.", "alarms.", "checkpoint.", "metrics.")
+    for option in cfg.flatten(job.config):
+        free = option in FREE or option.startswith(sections)
+        assert (option in prints) != free, option
+    linear = train_opd.prepare(cfg.load(write_config(tmp_path, optim__schedule="linear")), 3, 3)
+    assert train_opd.fingerprints(linear)["max_steps"] == 6, "a decaying schedule depends on its end"
+
+
+def test_a_refused_start_leaves_the_finished_run_as_it_was(tmp_path, monkeypatch, capfd):
+    """Catches a typo that overwrites config.yaml or removes DONE before it is refused."""
+    path = write_config(tmp_path, topology__teacher_ranks=0, eval__every=0, data__eval=None, max_steps=1)
+    whole_run(path, 1)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "runs/tiny").iterdir() if p.is_file()}
+    for flag in (["--check"], []):
+        monkeypatch.setattr(sys, "argv", ["train_opd.py", "--config", str(path), *flag, "optim.lr=0.5"])
+        assert train_opd.main() == 2 and "optim.lr" in capfd.readouterr().err
+    after = {p.name: p.read_bytes() for p in (tmp_path / "runs/tiny").iterdir() if p.is_file()}
+    after.pop("error.txt"), after.pop(".lock", None), before.pop(".lock", None)
+    assert after == before
+
+
+def test_an_evaluation_that_a_stop_has_cut_off_is_made_up_for(tmp_path):
+    """Catches a curve without its last point because the run was preempted at that very step."""
+    path = write_config(tmp_path, topology__teacher_ranks=0, eval__every=2, max_steps=4)
+
+    def on_student(job, world):
+        log = open_run(job.run_dir, cfg.to_yaml(job.config), world.rank)
+        log.handlers = []
+        stop = StopRequest(job.run_dir)
+        stop.wanted = lambda: (job.run_dir / "metrics.jsonl").read_text().count('"train"') == 2
+        train_opd.train(job, world, log, stop)
+
+    live(path, 1, on_student)
+    assert (tmp_path / "runs/tiny/PREEMPTED").exists()
+    whole_run(path, 1)
+    evals = [row[0] for row in curve(tmp_path / "runs/tiny/metrics.jsonl") if row[1] == "eval"]
+    assert evals == [0, 2, 4] and (tmp_path / "runs/tiny/DONE").exists()
 
 
 def test_a_stop_file_checkpoints_and_the_next_start_continues(tmp_path):
@@ -255,6 +324,90 @@ def test_alarms_warn_or_stop(tmp_path):
     events = [line["message"] for line in read_jsonl(tmp_path / "runs/tiny/metrics.jsonl") if line["kind"] == "event"]
     assert any("truncated_frac" in event for event in events) and any("student_mass" in event for event in events)
     assert (tmp_path / "runs/tiny/checkpoints/step_00000001").is_dir()
+
+
+class FakeWriter:
+    def __init__(self):
+        self.events = []
+
+    def write(self, step, values, *, kind):
+        self.events.append(values["message"])
+
+
+@pytest.mark.parametrize("values, fires", [
+    ({"student_mass": 0.49}, "student_mass"), ({"student_mass": 0.51}, None),
+    ({"student_entropy": 1.0, "teacher_entropy": 4.2}, "entropy_gap"), ({"student_entropy": 1.0, "teacher_entropy": 2}, None),
+    ({"student_entropy": 5.0, "teacher_entropy": 1.0}, "entropy_gap"),
+    ({"truncated_frac": 0.95}, "truncated_frac"), ({"truncated_frac": 0.5}, None), ({"repetition_frac": 0.6}, "repetition_frac"),
+    ({"teacher_nonfinite": 1.0}, "teacher_nonfinite"), ({"teacher_nonfinite": 0.0}, None), ({}, None)])
+def test_each_alarm_fires_beyond_its_limit_only(tmp_path, values, fires):
+    """Catches an alarm with its sign turned round, one that watches nothing, and one that repeats itself each step."""
+    job = train_opd.prepare(cfg.load(write_config(tmp_path)), 3, 3)
+    run, writer = train_opd.Run(job, None, logging.getLogger("test"), None, None), FakeWriter()
+    stops = [train_opd.check_alarms(run, values, writer) for _ in range(3)]
+    assert [event.split(" ")[0] for event in writer.events] == ([fires] if fires else [])
+    assert stops == [fires == "teacher_nonfinite"] * 3
+
+
+def test_nan_from_the_teacher_skips_the_step_and_stops_the_run(tmp_path, monkeypatch):
+    """Catches a teacher's NaN that trains the student, or that only shows as a skipped step."""
+    original = teacher_module.answer
+
+    def broken(model, request, **settings):
+        reply = original(model, request, **settings)
+        bad = torch.full_like(reply.logits_NK, float("nan"))
+        return reply._replace(logits_NK=bad, num_nonfinite=bad.numel())
+
+    monkeypatch.setattr(teacher_module, "answer", broken)
+    path = write_config(tmp_path, topology__teacher_ranks=1, eval__every=0, data__eval=None, probe__enabled=False)
+    with pytest.raises(Exception, match="stopped by an alarm at step 1|closed|failed"):
+        whole_run(path, 2)
+    lines = read_jsonl(tmp_path / "runs/tiny/metrics.jsonl")
+    [step] = [line for line in lines if line["kind"] == "train"]
+    assert step["step_applied"] == 0 and step["teacher_nonfinite"] > 0
+    assert any("teacher_nonfinite" in line.get("message", "") for line in lines)
+    before, after = load_lm(tmp_path / "student"), weights_of(tmp_path / "runs/tiny/checkpoints/step_00000001")
+    assert all(torch.equal(after[f"student.{name}"], p) for name, p in before.named_parameters())
+
+
+def test_evaluation_uses_its_own_sampling_and_fresh_randomness(tmp_path, monkeypatch):
+    """Catches an evaluation at the training temperature, on the training stream, or on the same samples every time."""
+    path = write_config(tmp_path, topology__teacher_ranks=0, eval__n=3, eval__temperature=0.6, eval__top_p=0.8)
+    calls, original = [], train_opd.generate
+
+    def spy(model, prompts, **settings):
+        calls.append(settings)
+        return original(model, prompts, **settings)
+
+    def on_student(job, world):
+        run = train_opd.build_student(job, world, logging.getLogger("test"))
+        run.teacher = train_opd.connect_teacher(job, world, job.config.teacher.path, job.teacher_lm)
+        job.run_dir.mkdir(parents=True)
+        monkeypatch.setattr(train_opd, "generate", spy)
+        for run.step in (0, 3):
+            train_opd.evaluate(run)
+        return [(c["temperature"], c["top_p"], c["n"], c["max_new_tokens"], c["seed"], c["step"]) for c in calls]
+
+    [seen] = live(path, 1, on_student)
+    assert seen == [(0.6, 0.8, 3, 5, 1, 0), (0.6, 0.8, 3, 5, 1, 3)]
+
+
+def test_mean_and_pass_at_n(tmp_path):
+    """Catches pass@n that wants all samples right, grades of the wrong prompt's samples, unanswered prompts counted."""
+    job = train_opd.prepare(cfg.load(write_config(tmp_path, eval__n=2)), 3, 3)
+    run, metrics = train_opd.Run(job, None, logging.getLogger("test"), None, None), Metrics()
+    prompts = [train_opd.Prompt((65,), answer) for answer in ("1", None, "2", "3")]
+    train_opd.record_answers(run, prompts, ["1", "9", "1", "1", "9", "2", "9", "9"], metrics)
+    assert metrics.reduce() == pytest.approx({"eval/exact_match": 1 / 3, "eval/mean_at_n": 1 / 3, "eval/pass_at_n": 2 / 3})
+
+
+def test_answers_are_not_read_by_training(tmp_path):
+    """Catches a reward in disguise: with other answers, or none, the curve is the same bit for bit."""
+    path = write_config(tmp_path, topology__teacher_ranks=0, max_steps=2)
+    whole_run(path, 1, ["name=none"])
+    write_prompts(tmp_path / "train.jsonl", 40, answers=True)
+    whole_run(path, 1, ["name=answers"])
+    assert curve(tmp_path / "runs/none/metrics.jsonl") == curve(tmp_path / "runs/answers/metrics.jsonl")
 
 
 def test_a_run_leaves_a_complete_folder(tmp_path):
@@ -328,5 +481,10 @@ def test_check_passes_and_writes_nothing(tmp_path, monkeypatch, capsys):
 def test_what_does_not_fit_is_refused_before_loading(tmp_path):
     """Catches an out-of-memory error after minutes of loading."""
     job = train_opd.prepare(cfg.load(write_config(tmp_path)), 3, 3)
-    with pytest.raises(ValueError, match="a student rank needs about"):
-        train_opd.check_memory(job, 1000)
+    parts = train_opd.job_memory(job)["student"]
+    for available in (1000, sum(parts.values()) - 1):  # the last one holds each part, but not their sum
+        with pytest.raises(ValueError, match="a student rank needs about"):
+            train_opd.check_memory(job, available)
+    train_opd.check_memory(job, sum(parts.values()))
+    longer = train_opd.prepare(cfg.load(write_config(tmp_path, eval__max_new_tokens=9999)), 3, 3)
+    assert train_opd.job_memory(longer)["student"]["KV cache"] > 10 * parts["KV cache"]
