@@ -752,7 +752,7 @@ def main() -> int:
     args, (rank, world_size, local_world_size) = parse_args(), env_rank()
     run_dir = None
     try:
-        config = cfg.load(args.config, args.overrides)
+        config = cfg.load(args.config, args.overrides, job="opd")
         if args.dry_run:
             dry_run(config)
             return 0

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config tree of train_opd.py: every option, its default, unit and meaning; a strict YAML loader with overrides.
+"""The config trees of train_opd.py and train_dmd.py: every option, its default, unit and meaning; a strict YAML loader
+with overrides.
 
-A file is a YAML mapping whose first key is `job: opd`. Keys left out take the defaults below; `name`, `max_steps`,
-`student.path`, `teacher.path` and `data.train` have none. Relative paths are relative to the current directory.
+A file is a YAML mapping whose first key is `job: opd` (OPDConfig) or `job: dmd` (DMDConfig). Keys left out take the
+defaults below; those marked "required" have none. Relative paths are relative to the current directory.
 Values are read by the type of their field, not by YAML's guess: `1e-6` is a float, `off` is no text, `010` no integer.
 
     config = load("configs/quickstart.yaml", ["optim.lr=1e-5", "rollout.stop_ids=[0, 2]"])
@@ -16,7 +17,7 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -33,7 +34,37 @@ class ConfigError(ValueError):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Options
+# Options of both jobs
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    lr: float = 1e-6                         # peak learning rate of AdamW
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0                # decoupled
+    max_grad_norm: float = 1.0               # the gradient is scaled down to this global L2 norm
+    schedule: Literal["constant", "linear", "cosine"] = "constant"    # after the warm-up, down to min_lr_frac * lr
+    warmup_steps: int = 0                    # steps of linear warm-up from 0
+    min_lr_frac: float = 0.0                 # last learning rate of linear and cosine, as a fraction of lr
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: int = 20                          # steps (job dmd: cycles) between checkpoints; 0 = at the end and on a stop
+    keep_last: int = 2                       # newest checkpoints that stay
+    keep_every: int = 0                      # checkpoints of steps (cycles) divisible by this stay for ever; 0 = none
+    allow_drift: tuple[str, ...] = ()        # fingerprint keys that may differ on resume; recorded in the next manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    log_every: int = 1                       # steps (cycles) between console lines; metrics.jsonl gets every one
+    samples: int = 4                         # job opd: sample texts written per evaluation
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options of job opd
 # ---------------------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +129,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    lr: float = 1e-6                         # peak learning rate of AdamW
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0                # decoupled
-    max_grad_norm: float = 1.0               # the gradient is scaled down to this global L2 norm
-    schedule: Literal["constant", "linear", "cosine"] = "constant"    # after the warm-up, down to min_lr_frac * lr
-    warmup_steps: int = 0                    # steps of linear warm-up from 0
-    min_lr_frac: float = 0.0                 # last learning rate of linear and cosine, as a fraction of lr
-
-
-@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     every: int = 20                          # steps between evaluations; 0 = never
     at_start: bool = True                    # also evaluate before the first step
@@ -144,20 +163,6 @@ class AlarmsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    every: int = 20                          # steps between checkpoints; 0 = only at the end and on a stop signal
-    keep_last: int = 2                       # newest checkpoints that stay
-    keep_every: int = 0                      # checkpoints of steps divisible by this stay for ever; 0 = none do
-    allow_drift: tuple[str, ...] = ()        # fingerprint keys that may differ on resume; recorded in the next manifest
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
-    log_every: int = 1                       # steps between console lines; metrics.jsonl gets every step
-    samples: int = 4                         # sample texts written per evaluation
-
-
-@dataclass(frozen=True, kw_only=True)
 class OPDConfig:
     job: Literal["opd"] = "opd"
     name: str                                # letters, digits, . _ -; the run folder is run_root/name; required
@@ -182,85 +187,213 @@ class OPDConfig:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Options of job dmd
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, kw_only=True)
+class DMDTeacherConfig:
+    path: str                                # model folder; student and fake score start as copies of it; required
+    dtype: Dtype = "float32"                 # dtype of its weights and forward; scores and losses are float32 always
+
+
+@dataclass(frozen=True, kw_only=True)
+class DMDDataConfig:
+    conditions: str                          # .npz with labels, or a folder of safetensors and index.jsonl; required
+    latents: str | None = None               # the same with real samples: only gan.weight > 0 needs them
+
+
+@dataclass(frozen=True, kw_only=True)
+class DMDTopologyConfig:
+    world_size: int | None = None            # ranks the file is meant for: used by --dry-run; null = as launched
+    timeout_s: int = 600                     # longest wait for another rank, in seconds, before the job ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class DMDMethodConfig:
+    recipe: Literal["dmd2"] = "dmd2"
+    profile: Literal["distribution_only"] = "distribution_only"       # adversarial terms: gan.weight
+    # Each role a sharded module of its own, or one frozen base with LoRA adapters for student, fake score and EMA:
+    role_storage: Literal["colocated_independent", "shared_base_adapters"] = "colocated_independent"
+    sample_source: Literal["offline"] = "offline"             # conditions are read from data.conditions
+    fake_update_ratio: int = 5               # fake-score attempts that follow each student attempt: one cycle
+    fake_warmup_cycles: int = 0              # first cycles, which train the fake score only
+    fake_batch: Literal["fresh", "reuse_student"] = "fresh"   # samples of its own, or those of the student attempt
+    student_batch_size: int = 64             # samples of a student attempt, over all ranks
+    fake_score_batch_size: int = 64          # samples of a fake-score attempt, over all ranks
+    student_micro_batch_size_per_gpu: int = 16        # samples of a forward/backward; changes memory, not results
+    fake_score_micro_batch_size_per_gpu: int = 16
+    loss_normalizer: float | None = None     # divides the summed loss in place of the number of samples; null = mean
+    student_steps: int = 4                   # denoising steps of the student, in training and in sampling
+    rollout: Literal["sde", "ode"] = "sde"   # between steps: noise anew with fresh noise, or an Euler step
+    exit_step: Literal["uniform", "last", "round_robin"] = "uniform"  # the step of a rollout that is trained
+    rollout_timestep_shift: float = 1.0      # m of m s / (1 + (m - 1) s) on the student's grid; 1 = even steps
+    teacher_guidance_scale: float = 1.0      # s of u + s (c - u), u = null condition; 1 = unguided, one teacher pass
+    cfg_norm: Literal["none", "layer_norm", "scalar"] = "none"        # rescales the guided teacher to the norm of c
+    normalization_epsilon: float = 1e-6      # lower bound of the per-sample normaliser mean |x - x0_teacher|
+    score_discrete_steps: int = 1000         # score times are k / that; 0 = continuous
+    score_sigma_min: float = 0.02            # score times are clamped to [score_sigma_min, score_sigma_max]; 1 = noise
+    score_sigma_max: float = 0.98
+    score_timestep_shift: float = 1.0        # as rollout_timestep_shift, on the score times
+    student_optim: OptimConfig = OptimConfig(lr=2e-6, betas=(0.0, 0.999), weight_decay=0.01, max_grad_norm=10.0)
+    fake_score_optim: OptimConfig = OptimConfig(lr=2e-6, betas=(0.0, 0.999), weight_decay=0.01, max_grad_norm=10.0)
+    ema_decay: float = 0.999                 # of the student's average, once per applied student step
+    ema_start_step: int = 0                  # applied student steps until which the average is a copy
+    export_role: Literal["student_ema", "student"] = "student_ema"    # whose weights are sampled and exported
+    dtype: Dtype = "float32"                 # compute dtype; master weights, EMA and optimizer state are always float32
+    activation_checkpointing: bool = False   # recompute each block in backward: less memory, about 1/3 more compute
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    rank: int = 0                            # of the adapters of student and fake score; 0 = all parameters are trained
+    alpha: float | None = None               # the adapter is scaled by alpha / rank; null = rank
+    targets: tuple[str, ...] | None = None   # linear layers, by name or its end; null = the architecture's own list
+
+
+@dataclass(frozen=True, kw_only=True)
+class GANConfig:
+    weight: float = 0.0                      # of the adversarial term in the student's loss; 0 = no discriminator
+    discriminator_weight: float = 1.0        # of the discriminator's loss in the fake-score phase
+    lr: float = 1e-4                         # learning rate of the discriminator head
+
+
+@dataclass(frozen=True, kw_only=True)
+class DMDEvalConfig:
+    every: int = 100                         # cycles between sample grids; 0 = never
+    num_samples: int = 64                    # samples of a grid
+    guidance_scale: float = 1.0              # of the teacher's samples beside it, as dmd.teacher_guidance_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class DMDConfig:
+    job: Literal["dmd"] = "dmd"
+    name: str                                # letters, digits, . _ -; the run folder is run_root/name; required
+    run_root: str = "runs"
+    seed: int = 0                            # of the conditions' order, noises, score times and exit steps
+    max_cycles: int                          # cycles, dmd.fake_warmup_cycles included; required
+    device: Literal["auto", "cpu", "cuda"] = "auto"          # auto = cuda where there is one
+    deterministic: bool = False              # deterministic kernels: slower on CUDA
+    teacher: DMDTeacherConfig
+    data: DMDDataConfig
+    topology: DMDTopologyConfig = DMDTopologyConfig()
+    dmd: DMDMethodConfig = DMDMethodConfig()
+    lora: LoRAConfig = LoRAConfig()
+    gan: GANConfig = GANConfig()
+    eval: DMDEvalConfig = DMDEvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+
+Config = OPDConfig | DMDConfig
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Entry points
 # ---------------------------------------------------------------------------------------------------------------------
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> OPDConfig:
-    """The checked config of a YAML file with `a.b=c` overrides on top, the last one winning; raises ConfigError."""
+def load(path: str | Path, overrides: Sequence[str] = (), *, job: str | None = None) -> Config:
+    """The checked config of a YAML file with `a.b=c` overrides on top, the last one winning; raises ConfigError.
+
+    `job` is the only job that the caller takes; None = any.
+    """
     source = str(path)
     tree = _parse(_read_text(path), source)
     if not isinstance(tree, dict) or next(iter(tree), None) != "job":
-        raise ConfigError(f"{source}: the first key must be `job` (start the file with the line: job: opd)")
+        raise ConfigError(f"{source}: the first key must be `job` "
+                          "(start the file with the line: job: opd, or job: dmd)")
     for override in overrides:
         _apply(tree, override)
-    _check_job(tree["job"])
-    config = _build(OPDConfig, tree, "")
+    kind = _job_class(tree["job"], job)
+    _check_keys(kind, tree, "", tuple(_option_paths(kind)))
+    config = _build(kind, tree, "")
     check(config)
     return config
 
 
-def to_yaml(config: OPDConfig) -> str:
+def to_yaml(config: Config) -> str:
     """The whole config as YAML text that `load` reads back to an equal config."""
     return yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
 
 
-def differences(config: OPDConfig) -> list[str]:
+def differences(config: Config) -> list[str]:
     """What differs from the defaults, as `optim.lr=1e-05 (default 1e-06)`; required keys, having none, are left out."""
     return [f"{path}={_show(value)} (default {_show(default)})"
             for path, value, default in _leaves(config) if default is not MISSING and value != default]
 
 
-def flatten(config: OPDConfig, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+def flatten(config: Config, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
     """JSON values by dotted path, without the paths that start with one of `leave_out`: the basis of fingerprints."""
     return {path: _plain(value) for path, value, _ in _leaves(config) if not path.startswith(leave_out)}
 
 
-def check(config: OPDConfig) -> None:
+def check(config: Config) -> None:
     """Raise ConfigError for values out of range and for keys that contradict each other."""
     _check_ranges(config)
     _check_name(config.name)
-    _check_answer_pattern(config.eval.answer_pattern)
-    if not config.data.train:
-        raise ConfigError("data.train: the list is empty (name at least one JSONL file)")
-    if config.loss.top_k < 2:
-        raise ConfigError(f"loss.top_k: {config.loss.top_k} is too small: one token renormalises to probability 1, so "
-                          "loss and diagnostics would be empty (set loss.top_k=2 or more)")
-    if config.optim.warmup_steps >= config.max_steps:
-        raise ConfigError(f"optim.warmup_steps: {config.optim.warmup_steps} leaves nothing of max_steps="
-                          f"{config.max_steps} (set it below max_steps)")
-    if config.teacher.param_offload and config.device == "cpu":
-        raise ConfigError("teacher.param_offload: needs a GPU to offload from, but device is cpu "
-                          "(set teacher.param_offload=false)")
-    if config.eval.every > 0 and config.data.eval is None:
-        raise ConfigError(f"data.eval: null while eval.every is {config.eval.every} "
-                          "(set data.eval=FILE, or eval.every=0 for no evaluation)")
+    if isinstance(config, OPDConfig):
+        _check_opd(config)
+    else:
+        _check_dmd(config)
+    _check_warmup_steps(config)
     if config.topology.world_size is not None:
         check_world(config, config.topology.world_size)
 
 
-def check_world(config: OPDConfig, world_size: int) -> None:
-    """Raise ConfigError unless `world_size` ranks leave at least one for the student."""
-    teacher_ranks = config.topology.teacher_ranks
-    if teacher_ranks >= world_size:
-        raise ConfigError(f"topology.teacher_ranks: {teacher_ranks} leaves no rank for the student in a world of "
-                          f"{world_size} (start more ranks, or set topology.teacher_ranks=0 for an inline teacher)")
+def check_world(config: Config, world_size: int) -> None:
+    """Raise ConfigError unless the job fits on `world_size` ranks: opd needs one for the student, dmd even batches."""
+    if isinstance(config, OPDConfig):
+        _check_student_ranks(config.topology.teacher_ranks, world_size)
+    else:
+        _check_batches(config.dmd, world_size)
 
 
-def warnings(config: OPDConfig) -> list[str]:
+def warnings(config: Config) -> list[str]:
     """One line for each option that was set but has no effect, or not the one that it seems to have."""
-    loss, greedy_eval = config.loss, config.eval.temperature == 0
+    is_opd = isinstance(config, OPDConfig)
     changed = [path for path, value, default in _leaves(config) if value != default]
-    idle = [("loss.top_k", not loss.mode.endswith("_topk"), f"loss.mode={loss.mode} takes no top-K"),
+    idle = _idle_opd(config) if is_opd else _idle_dmd(config)
+    idle += [(f"{path}.min_lr_frac", optim.schedule == "constant", f"{path}.schedule=constant never decays")
+             for path, optim, _ in _optimizers(config)]
+    idle += [("checkpoint.keep_every", config.checkpoint.every == 0, "checkpoint.every=0 saves only at the end")]
+    idle += [(path, config.eval.every == 0, "eval.every=0 never evaluates")
+             for path in changed if path.startswith("eval.") and path != "eval.every"]
+    lines = [f"{path} has no effect: {reason}" for path, is_idle, reason in idle if is_idle and path in changed]
+    return lines + (_surprises_opd(config) if is_opd else _surprises_dmd(config))
+
+
+def _idle_opd(config: OPDConfig) -> list[tuple[str, bool, str]]:
+    """(option, whether nothing reads it, why) of job opd."""
+    loss, greedy_eval = config.loss, config.eval.temperature == 0
+    return [("loss.top_k", not loss.mode.endswith("_topk"), f"loss.mode={loss.mode} takes no top-K"),
             ("loss.log_prob_min_clamp", loss.mode != "reverse_kl_topk", f"loss.mode={loss.mode} ignores it"),
             ("loss.advantage_clip", loss.mode != "reverse_kl_sampled", f"loss.mode={loss.mode} has no advantage"),
-            ("optim.min_lr_frac", config.optim.schedule == "constant", "optim.schedule=constant never decays"),
-            ("checkpoint.keep_every", config.checkpoint.every == 0, "checkpoint.every=0 saves only at the end"),
             ("eval.n", greedy_eval, "eval.temperature=0 gives n equal samples"),
-            ("eval.top_p", greedy_eval, "eval.temperature=0 is greedy")]
-    idle += [(path, config.eval.every == 0, "eval.every=0 never evaluates")
-             for path in changed if path == "data.eval" or path.startswith("eval.") and path != "eval.every"]
-    lines = [f"{path} has no effect: {reason}" for path, is_idle, reason in idle if is_idle and path in changed]
-    if loss.mode == "reverse_kl_sampled" and (config.rollout.top_p < 1 or config.rollout.top_k > 0):
+            ("eval.top_p", greedy_eval, "eval.temperature=0 is greedy"),
+            ("data.eval", config.eval.every == 0, "eval.every=0 never evaluates")]
+
+
+def _idle_dmd(config: DMDConfig) -> list[tuple[str, bool, str]]:
+    """(option, whether nothing reads it, why) of job dmd."""
+    dmd, no_lora, no_gan = config.dmd, config.lora.rank == 0, config.gan.weight == 0
+    one_step, student_steps = dmd.student_steps == 1, config.max_cycles - dmd.fake_warmup_cycles
+    return [("dmd.rollout", one_step, "dmd.student_steps=1 starts from pure noise, nothing is simulated"),
+            ("dmd.exit_step", one_step, "dmd.student_steps=1 leaves one step to train"),
+            ("dmd.rollout_timestep_shift", one_step, "dmd.student_steps=1 has the grid 1, 0 at any shift"),
+            ("dmd.cfg_norm", dmd.teacher_guidance_scale == 1, "dmd.teacher_guidance_scale=1 guides nothing"),
+            ("dmd.ema_start_step", dmd.ema_decay == 0, "dmd.ema_decay=0 makes the EMA a copy all the time"),
+            ("dmd.ema_decay", dmd.ema_start_step > student_steps,
+             f"dmd.ema_start_step={dmd.ema_start_step} is past the last of {student_steps} student steps"),
+            ("lora.alpha", no_lora, "lora.rank=0 trains all parameters"),
+            ("lora.targets", no_lora, "lora.rank=0 trains all parameters"),
+            ("data.latents", no_gan, "gan.weight=0 needs no real samples"),
+            ("gan.discriminator_weight", no_gan, "gan.weight=0 has no discriminator"),
+            ("gan.lr", no_gan, "gan.weight=0 has no discriminator"),
+            ("metrics.samples", True, "job dmd writes grids of eval.num_samples")]
+
+
+def _surprises_opd(config: OPDConfig) -> list[str]:
+    lines = []
+    if config.loss.mode == "reverse_kl_sampled" and (config.rollout.top_p < 1 or config.rollout.top_k > 0):
         lines.append("rollout.top_p and rollout.top_k bias loss.mode=reverse_kl_sampled, which assumes untruncated "
                      "samples")
     if config.data.eval in config.data.train:
@@ -268,41 +401,59 @@ def warnings(config: OPDConfig) -> list[str]:
     return lines
 
 
+def _surprises_dmd(config: DMDConfig) -> list[str]:
+    if config.dmd.ema_decay < 1:
+        return []
+    return ["dmd.ema_decay=1 never moves the average once it is no copy: student_ema is not the trained student"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Checks
 # ---------------------------------------------------------------------------------------------------------------------
 
-_RANGES = (
+def _of_optimizers(*keys: str) -> tuple[str, ...]:
+    sections = ("optim", "dmd.student_optim", "dmd.fake_score_optim")
+    return tuple(f"{section}.{key}" for section in sections for key in keys)
+
+
+_RANGES = (    # of both jobs; an option that a job does not have is passed over
     (">= 0", lambda x: x >= 0, (
-        "seed", "topology.teacher_ranks", "rollout.top_k", "optim.weight_decay", "optim.warmup_steps", "eval.every",
-        "eval.temperature", "alarms.entropy_gap.limit", "alarms.teacher_nonfinite.limit", "checkpoint.every",
-        "checkpoint.keep_every", "metrics.samples")),
+        "seed", "topology.teacher_ranks", "rollout.top_k", "eval.every", "eval.temperature", "alarms.entropy_gap.limit",
+        "alarms.teacher_nonfinite.limit", "checkpoint.every", "checkpoint.keep_every", "metrics.samples",
+        *_of_optimizers("weight_decay", "warmup_steps"),
+        "dmd.fake_warmup_cycles", "dmd.score_discrete_steps", "dmd.ema_start_step", "lora.rank", "gan.weight")),
     (">= 1", lambda x: x >= 1, (
         "max_steps", "teacher.chunk_size", "topology.world_size", "topology.timeout_s", "data.max_prompt_tokens",
         "rollout.max_new_tokens", "rollout.batch_size", "rollout.samples_per_prompt", "loss.top_k", "loss.chunk_size",
         "train.prompts_per_step", "train.micro_batch_tokens", "eval.num_prompts", "eval.n", "eval.max_new_tokens",
-        "checkpoint.keep_last", "metrics.log_every")),
+        "checkpoint.keep_last", "metrics.log_every",
+        "max_cycles", "dmd.fake_update_ratio", "dmd.student_batch_size", "dmd.fake_score_batch_size",
+        "dmd.student_micro_batch_size_per_gpu", "dmd.fake_score_micro_batch_size_per_gpu", "dmd.student_steps",
+        "dmd.rollout_timestep_shift", "dmd.score_timestep_shift", "eval.num_samples")),
     ("> 0", lambda x: x > 0, (
-        "rollout.temperature", "loss.advantage_clip", "optim.lr", "optim.eps", "optim.max_grad_norm",
-        "probe.max_kl_fp32", "probe.max_kl_bf16")),
+        "rollout.temperature", "loss.advantage_clip", "probe.max_kl_fp32", "probe.max_kl_bf16",
+        *_of_optimizers("lr", "eps", "max_grad_norm"),
+        "dmd.loss_normalizer", "dmd.teacher_guidance_scale", "dmd.normalization_epsilon", "lora.alpha",
+        "gan.discriminator_weight", "gan.lr", "eval.guidance_scale")),
     ("< 0", lambda x: x < 0, ("loss.log_prob_min_clamp",)),
     ("at most 604800 (a week)", lambda x: x <= 604800, ("topology.timeout_s",)),
     ("at most 1000000", lambda x: x <= 1_000_000, ("topology.world_size", "topology.teacher_ranks")),
     ("0 or at least 0.001", lambda x: x == 0 or x >= 0.001, ("rollout.temperature", "eval.temperature")),
-    ("in (0, 1]", lambda x: 0 < x <= 1, ("rollout.top_p", "eval.top_p")),
+    ("in (0, 1]", lambda x: 0 < x <= 1, (
+        "rollout.top_p", "eval.top_p", "dmd.score_sigma_min", "dmd.score_sigma_max")),
     ("in [0, 1]", lambda x: 0 <= x <= 1, (
-        "optim.min_lr_frac", "alarms.student_mass.limit", "alarms.truncated_frac.limit",
-        "alarms.repetition_frac.limit")),
-    ("two numbers in [0, 1)", lambda xs: all(0 <= x < 1 for x in xs), ("optim.betas",)),
+        "alarms.student_mass.limit", "alarms.truncated_frac.limit", "alarms.repetition_frac.limit",
+        *_of_optimizers("min_lr_frac"), "dmd.ema_decay")),
+    ("two numbers in [0, 1)", lambda xs: all(0 <= x < 1 for x in xs), _of_optimizers("betas")),
     ("a list of ids >= 0", lambda xs: all(x >= 0 for x in xs), ("rollout.stop_ids",)),
 )
 
 
-def _check_ranges(config: OPDConfig) -> None:
+def _check_ranges(config: Config) -> None:
     leaves = {path: (value, default) for path, value, default in _leaves(config)}
     for expectation, holds, paths in _RANGES:
         for path in paths:
-            value, default = leaves[path]
+            value, default = leaves.get(path, (None, None))
             if value is not None and not holds(value):
                 remedy = f"set {path}" if default is MISSING else f"the default is {path}={_show(default)}"
                 raise ConfigError(f"{path}: must be {expectation}, got {_show(value)} ({remedy})")
@@ -312,6 +463,87 @@ def _check_name(name: str) -> None:
     """The name becomes a folder under run_root, so it must not lead out of it."""
     if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in (".", ".."):
         raise ConfigError(f"name: '{_clip(name)}' cannot name a run folder (use letters, digits, '.', '_' and '-')")
+
+
+def _optimizers(config: Config) -> list[tuple[str, OptimConfig, int]]:
+    """(dotted path, options, most steps that it makes in the run) of every optimizer with a section of its own."""
+    if isinstance(config, OPDConfig):
+        return [("optim", config.optim, config.max_steps)]
+    dmd = config.dmd
+    return [("dmd.student_optim", dmd.student_optim, config.max_cycles - dmd.fake_warmup_cycles),
+            ("dmd.fake_score_optim", dmd.fake_score_optim, config.max_cycles * dmd.fake_update_ratio)]
+
+
+def _check_warmup_steps(config: Config) -> None:
+    limit = "max_steps" if isinstance(config, OPDConfig) else "max_cycles"
+    for path, optim, num_steps in _optimizers(config):
+        if optim.warmup_steps >= num_steps:
+            raise ConfigError(f"{path}.warmup_steps: {optim.warmup_steps} leaves nothing of the {num_steps} steps that "
+                              f"{limit}={getattr(config, limit)} gives (set it below {num_steps})")
+
+
+def _check_opd(config: OPDConfig) -> None:
+    _check_answer_pattern(config.eval.answer_pattern)
+    if not config.data.train:
+        raise ConfigError("data.train: the list is empty (name at least one JSONL file)")
+    if config.loss.top_k < 2:
+        raise ConfigError(f"loss.top_k: {config.loss.top_k} is too small: one token renormalises to probability 1, so "
+                          "loss and diagnostics would be empty (set loss.top_k=2 or more)")
+    if config.teacher.param_offload and config.device == "cpu":
+        raise ConfigError("teacher.param_offload: needs a GPU to offload from, but device is cpu "
+                          "(set teacher.param_offload=false)")
+    if config.eval.every > 0 and config.data.eval is None:
+        raise ConfigError(f"data.eval: null while eval.every is {config.eval.every} "
+                          "(set data.eval=FILE, or eval.every=0 for no evaluation)")
+
+
+def _check_student_ranks(teacher_ranks: int, world_size: int) -> None:
+    if teacher_ranks >= world_size:
+        raise ConfigError(f"topology.teacher_ranks: {teacher_ranks} leaves no rank for the student in a world of "
+                          f"{world_size} (start more ranks, or set topology.teacher_ranks=0 for an inline teacher)")
+
+
+def _check_dmd(config: DMDConfig) -> None:
+    dmd = config.dmd
+    if config.max_cycles <= dmd.fake_warmup_cycles:
+        raise ConfigError(f"max_cycles: {config.max_cycles} ends before the student's first step, which follows "
+                          f"dmd.fake_warmup_cycles={dmd.fake_warmup_cycles} (set max_cycles above it)")
+    if dmd.role_storage == "shared_base_adapters" and config.lora.rank == 0:
+        raise ConfigError("lora.rank: 0, but dmd.role_storage=shared_base_adapters keeps each role as a LoRA adapter "
+                          "(set lora.rank=32, say, or dmd.role_storage=colocated_independent)")
+    if config.lora.targets == ():
+        raise ConfigError("lora.targets: the list is empty (name layers, or set null for the architecture's own list)")
+    if dmd.score_sigma_min >= dmd.score_sigma_max:
+        raise ConfigError(f"dmd.score_sigma_min: {dmd.score_sigma_min} is not below dmd.score_sigma_max="
+                          f"{dmd.score_sigma_max} (the defaults are 0.02 and 0.98)")
+    if config.gan.weight > 0 and config.data.latents is None:
+        raise ConfigError(f"data.latents: null, but gan.weight={config.gan.weight} compares with real samples "
+                          "(set data.latents=PATH, or gan.weight=0)")
+    _check_reuse(dmd)
+    _check_batches(dmd, 1)
+
+
+def _check_reuse(dmd: DMDMethodConfig) -> None:
+    if dmd.fake_batch != "reuse_student":
+        return
+    if dmd.fake_warmup_cycles > 0:
+        raise ConfigError(f"dmd.fake_batch: reuse_student, but the dmd.fake_warmup_cycles={dmd.fake_warmup_cycles} "
+                          "have no student batch (set dmd.fake_batch=fresh, or dmd.fake_warmup_cycles=0)")
+    if dmd.fake_score_batch_size != dmd.student_batch_size:
+        raise ConfigError(f"dmd.fake_score_batch_size: {dmd.fake_score_batch_size}, but dmd.fake_batch=reuse_student "
+                          f"takes the student's samples (set dmd.fake_score_batch_size={dmd.student_batch_size})")
+
+
+def _check_batches(dmd: DMDMethodConfig, num_ranks: int) -> None:
+    """Every rank has the same number of full micro-batches."""
+    for role in ("student", "fake_score"):
+        batch_key, micro_key = f"{role}_batch_size", f"{role}_micro_batch_size_per_gpu"
+        batch, micro_batch = getattr(dmd, batch_key), getattr(dmd, micro_key)
+        unit = num_ranks * micro_batch
+        if batch % unit:
+            ranks = f"{num_ranks} ranks x " if num_ranks > 1 else ""
+            raise ConfigError(f"dmd.{batch_key}: {batch} is not divisible by {ranks}dmd.{micro_key}={micro_batch} "
+                              f"(set dmd.{batch_key}={max(1, round(batch / unit)) * unit}, or another dmd.{micro_key})")
 
 
 def _check_answer_pattern(pattern: str | None) -> None:
@@ -432,24 +664,32 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 # Tree to dataclasses
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _check_job(job: Any) -> None:
+def _job_class(job: Any, wanted: str | None) -> type:
     name = job.text if isinstance(job, _Scalar) else "a list or section"
-    if name == "dmd":
-        raise ConfigError("job: dmd is not available in this version, which has: opd (start the file with: job: opd)")
-    if name != "opd":
-        raise ConfigError(f"job: expected opd, got '{_clip(name)}' (start the file with: job: opd)")
+    if name not in ("opd", "dmd"):
+        raise ConfigError(f"job: expected opd or dmd, got '{_clip(name)}' (start the file with: job: opd, or job: dmd)")
+    if wanted not in (None, name):
+        raise ConfigError(f"job: expected {wanted}, got {name} (start this file with train_{name}.py)")
+    return OPDConfig if name == "opd" else DMDConfig
+
+
+def _check_keys(kind: type, tree: dict[str, Any], prefix: str, options: tuple[str, ...]) -> None:
+    """Refuse keys that the section, and those in it, do not have; `options`: all of the job, for the hint."""
+    known = {field.name: field.type for field in dataclasses.fields(kind)}
+    for key, value in tree.items():
+        if key not in known:
+            raise _unknown_key(prefix, key, value, known, options)
+        if dataclasses.is_dataclass(known[key]) and isinstance(value, dict):
+            _check_keys(known[key], value, f"{prefix}{key}.", options)
 
 
 def _build(kind: type, tree: Any, path: str, default: Any = MISSING) -> Any:
     """A dataclass from a section of the tree; `default` supplies the keys left out, else the class does."""
     if not isinstance(tree, dict):
         raise _unexpected(path, "a section", tree, f"write its keys, indented, below {path}:")
-    known = {field.name: field for field in dataclasses.fields(kind)}
-    for key, value in tree.items():
-        if key not in known:
-            raise _unknown_key(path, key, value, known)
     values = {}
-    for name, field in known.items():
+    for field in dataclasses.fields(kind):
+        name = field.name
         below = f"{path}.{name}" if path else name
         standard = field.default if default is MISSING else getattr(default, name)
         if name in tree:
@@ -550,11 +790,10 @@ def _unexpected(path: str, expectation: str, value: Any, remedy: str) -> ConfigE
     return ConfigError(f"{where}{path}: expected {expectation}, got {got} ({remedy})")
 
 
-def _unknown_key(path: str, key: str, value: Any, siblings: dict[str, Any]) -> ConfigError:
-    """Names the nearest key of the section, else keys of that name in other sections, else the section's keys."""
-    prefix = f"{path}." if path else ""
+def _unknown_key(prefix: str, key: str, value: Any, siblings: Iterable[str], options: tuple[str, ...]) -> ConfigError:
+    """Names the nearest key of the section and keys of that name in other sections, else the section's keys."""
     near = [prefix + name for name in difflib.get_close_matches(key[:100], siblings, n=1)]
-    near = near or [option for option in _option_paths(OPDConfig) if option.rpartition(".")[2] == key]
+    near += [option for option in options if option.rpartition(".")[2] == key]
     hint = f"did you mean {' or '.join(near)}?" if near else f"its section has: {', '.join(siblings)}"
     where = f"{value.where}: " if isinstance(value, _Scalar) else ""
     return ConfigError(f"{where}{_clip(prefix + key)}: unknown key ({hint})")

@@ -91,7 +91,7 @@ def _base_folder(checkpoint: Checkpoint, role: str, base: str | Path | None) -> 
     return folder
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -106,7 +106,7 @@ def _names_to_write(checkpoint: Checkpoint, index: TensorIndex, role: str) -> li
     weights = {name.removeprefix(f"{role}."): torch.empty(saved.shape, device="meta")
                for name, saved in checkpoint.tensors.items()
                if name.startswith(f"{role}.") and not name.startswith(f"{role}.optimizer.")}
-    tied = _read_object(index.folder / "config.json").get("tie_word_embeddings")
+    tied = _read_json(index.folder / "config.json").get("tie_word_embeddings")
     try:
         check_tensors(index, weights, allow_extra=lambda name: name.endswith("rotary_emb.inv_freq")
                       or (bool(tied) and name == "lm_head.weight"))

@@ -1,11 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules as pure functions of a counter, so that a resumed run continues where it stopped without any state.
+"""Who trains at which attempt, and at which rate: pure functions of counters, so that a resumed run continues where it
+stopped without any state.
 
+    role, cycle, index = phase_at(attempt, fake_update_ratio=2)      # student, fake_score, fake_score, student, ...
     lr = lr_at(step, lr=1e-6, schedule="cosine", warmup_steps=10, max_steps=1000, min_lr_frac=0.1)
 """
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
+
+
+class Phase(NamedTuple):
+    role: str  # student | fake_score
+    cycle: int  # from 0, warm-up cycles included
+    index: int  # place in the cycle, from 0
+
+
+def phase_at(attempt: int, fake_update_ratio: int, warmup_cycles: int = 0) -> Phase:
+    """The phase of the attempt-th attempt to train, from 0.
+
+    A cycle is one student attempt, then `fake_update_ratio` fake-score attempts; in the first `warmup_cycles` cycles
+    the student's is left out. Attempts count whether or not their step was applied, so a run of skipped steps ends too.
+    ValueError for a negative attempt or number of warm-up cycles, or a ratio below 1.
+    """
+    if attempt < 0 or warmup_cycles < 0 or fake_update_ratio < 1:
+        raise ValueError(f"attempt and warmup_cycles must be at least 0 and fake_update_ratio at least 1, got "
+                         f"{attempt}, {warmup_cycles} and {fake_update_ratio}")
+    past_warmup = attempt - warmup_cycles * fake_update_ratio
+    if past_warmup < 0:
+        return Phase("fake_score", *divmod(attempt, fake_update_ratio))
+    cycle, index = divmod(past_warmup, 1 + fake_update_ratio)
+    return Phase("student" if index == 0 else "fake_score", warmup_cycles + cycle, index)
 
 
 def lr_at(step: int, *, lr: float, schedule: str, warmup_steps: int, max_steps: int, min_lr_frac: float) -> float:

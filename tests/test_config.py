@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from distill_core import config as config_module
-from distill_core.config import ConfigError, OPDConfig, check, check_world, differences, load, to_yaml, warnings
+from distill_core.config import (ConfigError, DMDConfig, OPDConfig, check, check_world, differences, flatten, load,
+                                 to_yaml, warnings)
 
 MINIMAL = """\
 job: opd
@@ -20,6 +21,14 @@ student: {path: models/student}
 teacher: {path: models/teacher}
 data: {train: train.jsonl, eval: eval.jsonl}
 """
+DMD = """\
+job: dmd
+name: run-1
+max_cycles: 60
+teacher: {path: models/teacher}
+data: {conditions: labels.npz}
+"""
+ROOT = Path(config_module.__file__).parent.parent
 
 
 @pytest.fixture
@@ -96,8 +105,11 @@ def test_differences(write):
 
 def test_job_selects_the_class(write):
     """Catches a DMD file, or one for another tool, that is trained as OPD."""
-    assert "dmd is not available" in refusal(write(MINIMAL.replace("job: opd", "job: dmd")))
-    assert "expected opd, got 'sft'" in refusal(write(MINIMAL.replace("job: opd", "job: sft")))
+    assert type(load(write(MINIMAL))) is OPDConfig and type(load(write(DMD))) is DMDConfig
+    assert "max_steps: unknown key" in refusal(write(MINIMAL.replace("job: opd", "job: dmd")))
+    assert "max_cycles: unknown key" in refusal(write(DMD), ["job=opd"])
+    assert "expected opd or dmd, got 'sft'" in refusal(write(MINIMAL.replace("job: opd", "job: sft")))
+    assert "expected opd or dmd" in refusal(write(DMD.replace("job: dmd", "job: [dmd]")))
     assert "first key" in refusal(write("name: x\n" + MINIMAL.replace("name: run-1\n", "")))
     assert "first key" in refusal(write("")) and "first key" in refusal(write("- job"))
 
@@ -208,8 +220,8 @@ def test_byte_order_mark_and_crlf(write):
 # ---- checks
 
 @pytest.mark.parametrize("overrides, parts", [
-    (["loss.top_k=1"], ["loss.top_k", "reverse_kl_topk"]),
-    (["loss.top_k=1", "loss.mode=forward_kl_topk"], ["loss.top_k"]),
+    (["loss.top_k=1"], ["loss.top_k", "or more"]),
+    (["loss.top_k=1", "loss.mode=reverse_kl_full"], ["loss.top_k"]),
     (["rollout.temperature=0"], ["rollout.temperature", "> 0"]),
     (["rollout.top_p=0"], ["rollout.top_p"]),
     (["rollout.top_p=1.5"], ["rollout.top_p"]),
@@ -242,7 +254,7 @@ def test_checks_between_keys(write, overrides, parts):
 
 def test_checks_allow_what_is_legal(write):
     """Control for the one above: the borders of the ranges are not refused."""
-    load(write(MINIMAL), ["loss.mode=reverse_kl_full", "loss.top_k=1", "eval.temperature=0", "rollout.stop_ids=[]",
+    load(write(MINIMAL), ["loss.mode=reverse_kl_full", "loss.top_k=2", "eval.temperature=0", "rollout.stop_ids=[]",
                           "teacher.param_offload=true", "topology.teacher_ranks=0", "topology.world_size=1",
                           "optim.warmup_steps=59", "alarms.student_mass.limit=null", "eval.top_p=1"])
     load(write(MINIMAL), ["data.eval=null", "eval.every=0"])
@@ -251,9 +263,9 @@ def test_checks_allow_what_is_legal(write):
 def test_every_number_has_a_range():
     """Catches a new number that nobody bounded."""
     bounded = {path for _, _, paths in config_module._RANGES for path in paths}
-    fields = {path: kind for path, kind in all_fields(OPDConfig)}
+    fields = dict([*all_fields(OPDConfig), *all_fields(DMDConfig)])
     numbers = {path for path, kind in fields.items() if "int" in str(kind) or "float" in str(kind)}
-    assert numbers - {"student.dtype", "teacher.dtype", "rollout.dtype"} == bounded
+    assert numbers - {"student.dtype", "teacher.dtype", "rollout.dtype", "dmd.dtype"} == bounded
 
 
 def all_fields(kind, prefix=""):
@@ -301,21 +313,208 @@ def test_warnings(write):
         assert [line.split("=")[0].split()[0] for line in lines] == keys, lines
 
 
+# ---- job dmd
+
+def test_dmd_defaults(write):
+    """Catches a default of the published recipe that drifts, and optimizer defaults of OPD under DMD's roles."""
+    config = load(write(DMD))
+    dmd = config.dmd
+    assert (dmd.recipe, dmd.profile, dmd.sample_source) == ("dmd2", "distribution_only", "offline")
+    assert (dmd.role_storage, dmd.fake_batch, dmd.rollout, dmd.exit_step, dmd.cfg_norm, dmd.export_role) == (
+        "colocated_independent", "fresh", "sde", "uniform", "none", "student_ema")
+    assert (dmd.fake_update_ratio, dmd.student_steps, dmd.loss_normalizer) == (5, 4, None)
+    assert (dmd.score_discrete_steps, dmd.score_sigma_min, dmd.score_sigma_max, dmd.normalization_epsilon) == (
+        1000, 0.02, 0.98, 1e-6)
+    for optim in (dmd.student_optim, dmd.fake_score_optim):
+        assert (optim.lr, optim.betas, optim.weight_decay, optim.max_grad_norm) == (2e-6, (0.0, 0.999), 0.01, 10.0)
+    assert (config.lora.rank, config.gan.weight, config.eval.every, config.checkpoint.every) == (0, 0.0, 100, 20)
+    assert warnings(config) == [] and differences(config) == []
+
+
+def test_dmd_overrides_and_differences(write):
+    """Catches a role's optimizer that loses its own defaults when one key of it is set, and values that do not survive
+    being written."""
+    config = load(write(DMD), ["dmd.student_optim.lr=1e-4", "dmd.loss_normalizer=256", "lora.rank=8",
+                               "lora.targets=qkv"])
+    assert config.dmd.student_optim.betas == (0.0, 0.999) and config.dmd.fake_score_optim.lr == 2e-6
+    assert config.dmd.loss_normalizer == 256.0 and config.lora.targets == ("qkv",)
+    assert differences(config) == [
+        "dmd.loss_normalizer=256.0 (default null)", "dmd.student_optim.lr=0.0001 (default 2e-06)",
+        "lora.rank=8 (default 0)", "lora.targets=[qkv] (default null)"]
+    assert load(write(to_yaml(config))) == config
+    flat = flatten(config, leave_out=("name", "dmd.fake_score_optim"))
+    assert flat["dmd.student_optim.betas"] == [0.0, 0.999] and "name" not in flat
+    assert not any(path.startswith("dmd.fake_score_optim") for path in flat)
+
+
+def test_load_for_one_job(write):
+    """Catches train_opd.py that starts on a DMD file and dies of a missing attribute. Control: its own job passes."""
+    assert load(write(DMD), job="dmd") == load(write(DMD))
+    for text, job, other in ((DMD, "opd", "dmd"), (MINIMAL, "dmd", "opd")):
+        with pytest.raises(ConfigError, match=f"expected {job}, got {other}.*train_{other}.py"):
+            load(write(text), job=job)
+
+
+@pytest.mark.parametrize("overrides, parts", [
+    # what exists
+    (["dmd.recipe=dmd"], ["dmd.recipe", "one of dmd2, got 'dmd'"]),
+    (["dmd.recipe=self_forcing"], ["dmd.recipe", "one of dmd2"]),
+    (["dmd.profile=paper"], ["dmd.profile", "distribution_only"]),
+    (["dmd.sample_source=online"], ["dmd.sample_source", "offline"]),
+    (["dmd.role_storage=separate"], ["dmd.role_storage", "colocated_independent, shared_base_adapters"]),
+    (["dmd.export_role=teacher"], ["dmd.export_role", "student_ema, student"]),
+    (["dmd.exit_step=first"], ["dmd.exit_step", "uniform, last, round_robin"]),
+    (["dmd.cfg_norm=null"], ["dmd.cfg_norm", "none, layer_norm, scalar"]),
+    # keys: hints from the own job only
+    (["lr=1"], ["dmd.student_optim.lr or dmd.fake_score_optim.lr or gan.lr?"]),
+    (["dmd.teacher_optim=1"], ["dmd.teacher_optim: unknown key"]),
+    (["dmd.student_optim.lrr=1"], ["did you mean dmd.student_optim.lr?"]),
+    (["topology.teacher_ranks=1"], ["topology.teacher_ranks: unknown key"]),
+    (["student_steps=1"], ["did you mean dmd.student_steps?"]),
+    (["top_k=1"], ["top_k: unknown key", "its section has"]),
+    # types
+    (["dmd.fake_update_ratio=true"], ["an integer"]),
+    (["dmd.fake_update_ratio=1.5"], ["an integer"]),
+    (["dmd.ema_decay=nan"], ["a finite number"]),
+    (["dmd.score_sigma_max=.inf"], ["a finite number"]),
+    (["dmd.student_optim=3"], ["dmd.student_optim: expected a section, got '3'"]),
+    # ranges
+    (["dmd.fake_update_ratio=0"], ["dmd.fake_update_ratio", ">= 1"]),
+    (["dmd.fake_warmup_cycles=-1"], ["dmd.fake_warmup_cycles", ">= 0"]),
+    (["dmd.rollout_timestep_shift=0.5"], ["dmd.rollout_timestep_shift", ">= 1"]),
+    (["dmd.score_timestep_shift=0.99"], ["dmd.score_timestep_shift", ">= 1"]),
+    (["dmd.score_sigma_min=0"], ["dmd.score_sigma_min", "(0, 1]"]),
+    (["dmd.score_sigma_max=1.1"], ["dmd.score_sigma_max", "(0, 1]"]),
+    (["dmd.ema_decay=1.01"], ["dmd.ema_decay", "[0, 1]"]),
+    (["dmd.ema_decay=-0.1"], ["dmd.ema_decay", "[0, 1]"]),
+    (["dmd.ema_start_step=-1"], ["dmd.ema_start_step"]),
+    (["dmd.loss_normalizer=0"], ["dmd.loss_normalizer", "> 0"]),
+    (["dmd.teacher_guidance_scale=0"], ["dmd.teacher_guidance_scale", "> 0"]),
+    (["dmd.normalization_epsilon=0"], ["dmd.normalization_epsilon", "> 0"]),
+    (["dmd.student_steps=0"], ["dmd.student_steps"]),
+    (["dmd.score_discrete_steps=-1"], ["dmd.score_discrete_steps"]),
+    (["dmd.student_batch_size=0"], ["dmd.student_batch_size"]),
+    (["dmd.fake_score_micro_batch_size_per_gpu=0"], ["dmd.fake_score_micro_batch_size_per_gpu"]),
+    (["dmd.fake_score_optim.betas=[0.0, 1.0]"], ["dmd.fake_score_optim.betas"]),
+    (["dmd.student_optim.lr=0"], ["dmd.student_optim.lr", "the default is dmd.student_optim.lr=2e-06"]),
+    (["gan.weight=-1"], ["gan.weight"]),
+    (["lora.rank=-1"], ["lora.rank"]),
+    (["lora.rank=8", "lora.alpha=0"], ["lora.alpha"]),
+    (["eval.every=-1"], ["eval.every"]),
+    (["max_cycles=0"], ["max_cycles"]),
+    # between keys
+    (["dmd.role_storage=shared_base_adapters"], ["lora.rank", "shared_base_adapters", "colocated_independent"]),
+    (["lora.targets=[]"], ["lora.targets", "empty"]),
+    (["dmd.score_sigma_min=0.98"], ["dmd.score_sigma_min", "dmd.score_sigma_max=0.98"]),
+    (["dmd.score_sigma_min=0.5", "dmd.score_sigma_max=0.4"], ["dmd.score_sigma_min"]),
+    (["gan.weight=0.1"], ["data.latents", "gan.weight=0.1"]),
+    (["dmd.fake_warmup_cycles=60"], ["max_cycles: 60", "dmd.fake_warmup_cycles=60"]),
+    (["dmd.student_optim.warmup_steps=60"], ["dmd.student_optim.warmup_steps", "max_cycles=60"]),
+    (["dmd.student_optim.warmup_steps=50", "dmd.fake_warmup_cycles=10"],
+     ["dmd.student_optim.warmup_steps", "50 steps"]),
+    (["dmd.fake_score_optim.warmup_steps=300"], ["dmd.fake_score_optim.warmup_steps", "300 steps"]),
+    (["dmd.student_batch_size=40"],
+     ["dmd.student_batch_size: 40", "dmd.student_micro_batch_size_per_gpu=16", "set dmd.student_batch_size=32"]),
+    (["dmd.fake_score_batch_size=8"], ["dmd.fake_score_batch_size: 8", "set dmd.fake_score_batch_size=16"]),
+    (["topology.world_size=3"], ["dmd.student_batch_size: 64", "3 ranks x ", "set dmd.student_batch_size=48"]),
+    (["dmd.fake_batch=reuse_student", "dmd.fake_score_batch_size=32"], ["dmd.fake_score_batch_size", "reuse_student"]),
+    (["dmd.fake_batch=reuse_student", "dmd.fake_warmup_cycles=1"], ["dmd.fake_batch", "dmd.fake_warmup_cycles=1"]),
+])
+def test_messages_of_dmd(write, overrides, parts):
+    """Catches a DMD config that would fail, or distil something else, hours later, and hints to keys of job opd."""
+    message = refusal(write(DMD), overrides)
+    assert all(part in message for part in parts) and "(" in message, message
+
+
+@pytest.mark.parametrize("text, part", [
+    (DMD.replace("max_cycles: 60\n", ""), "max_cycles: required"),
+    (DMD.replace("path: models/teacher", ""), "teacher.path: required"),
+    (DMD.replace("conditions: labels.npz", ""), "data.conditions: required"),
+    (DMD + "student: {path: x}\n", "student: unknown key"),
+    (DMD + "dmd:\n  rollouts: sde\n", ":7: dmd.rollouts: unknown key (did you mean dmd.rollout?)"),
+])
+def test_messages_of_dmd_files(write, text, part):
+    """Catches a missing path that is found out by a traceback, and errors without their line."""
+    assert part in refusal(write(text))
+
+
+def test_dmd_allows_what_is_legal(write):
+    """Control for the ones above: the borders of the ranges and the combinations next to the refused ones pass."""
+    load(write(DMD), ["dmd.fake_update_ratio=1", "dmd.score_sigma_max=1", "dmd.ema_decay=0", "eval.every=0",
+                      "dmd.score_discrete_steps=0", "dmd.fake_warmup_cycles=59", "dmd.student_steps=1",
+                      "dmd.loss_normalizer=0.5"])
+    load(write(DMD), ["dmd.role_storage=shared_base_adapters", "lora.rank=1", "dmd.ema_decay=1",
+                      "dmd.export_role=student"])
+    load(write(DMD), ["gan.weight=0.1", "data.latents=latents.npz", "dmd.cfg_norm=none", "topology.world_size=4"])
+    load(write(DMD), ["dmd.fake_batch=reuse_student", "dmd.fake_score_optim.warmup_steps=299"])
+
+
+def test_dmd_check_world(write):
+    """Catches ranks with unequal numbers of micro-batches, for either role and whatever the file was meant for."""
+    config = load(write(DMD), ["dmd.fake_score_batch_size=128", "topology.world_size=2"])
+    for world_size in (1, 2, 4):
+        check_world(config, world_size)
+    with pytest.raises(ConfigError, match="student_batch_size: 64 .* 8 ranks x .*set dmd.student_batch_size=128"):
+        check_world(config, 8)
+    with pytest.raises(ConfigError, match="fake_score_batch_size: 96 .* 4 ranks"):
+        check_world(dataclasses.replace(config, dmd=dataclasses.replace(config.dmd, fake_score_batch_size=96)), 4)
+
+
+@pytest.mark.parametrize("overrides, keys", [
+    (["dmd.student_steps=1"], []),    # what stands at its default is not reported
+    (["dmd.student_steps=1", "dmd.rollout=ode", "dmd.exit_step=last", "dmd.rollout_timestep_shift=3"],
+     ["dmd.rollout", "dmd.exit_step", "dmd.rollout_timestep_shift"]),
+    (["dmd.student_steps=1", "dmd.exit_step=round_robin"], ["dmd.exit_step"]),
+    (["dmd.student_steps=2", "dmd.rollout=ode", "dmd.exit_step=last", "dmd.rollout_timestep_shift=3"], []),
+    (["lora.alpha=16", "lora.targets=qkv"], ["lora.alpha", "lora.targets"]),
+    (["lora.alpha=16", "lora.targets=qkv", "lora.rank=8"], []),
+    (["dmd.cfg_norm=scalar"], ["dmd.cfg_norm"]),
+    (["dmd.cfg_norm=scalar", "dmd.teacher_guidance_scale=2"], []),
+    (["data.latents=x.npz", "gan.lr=1e-3", "gan.discriminator_weight=2"],
+     ["data.latents", "gan.discriminator_weight", "gan.lr"]),
+    (["dmd.ema_decay=0.9", "dmd.ema_start_step=61"], ["dmd.ema_decay"]),
+    (["dmd.ema_decay=0.9", "dmd.ema_start_step=60"], []),    # the last step is averaged
+    (["dmd.ema_decay=0", "dmd.ema_start_step=5"], ["dmd.ema_start_step"]),
+    (["dmd.ema_decay=1"], ["dmd.ema_decay"]),
+    (["dmd.student_optim.min_lr_frac=0.1", "dmd.student_optim.schedule=linear",
+      "dmd.fake_score_optim.min_lr_frac=0.1"], ["dmd.fake_score_optim.min_lr_frac"]),
+    (["eval.every=0", "eval.num_samples=4", "eval.guidance_scale=2"], ["eval.num_samples", "eval.guidance_scale"]),
+    (["checkpoint.every=0", "checkpoint.keep_every=5"], ["checkpoint.keep_every"]),
+    (["metrics.samples=2"], ["metrics.samples"]),
+])
+def test_dmd_warnings(write, overrides, keys):
+    """Catches a DMD option that is ignored in silence, and a warning about one that is not."""
+    lines = warnings(load(write(DMD), overrides))
+    assert [line.split("=")[0].split()[0] for line in lines] == keys, lines
+
+
+def test_shipped_dmd_configs():
+    """Catches a shipped config that does not load, warns, or cannot be run on its ranks, in either storage."""
+    digits, xl = (load(ROOT / f"configs/{name}.yaml") for name in ("dmd_digits", "dmd_dit_xl_256"))
+    assert warnings(digits) == warnings(xl) == []
+    assert (digits.device, digits.dmd.student_steps, digits.dmd.fake_update_ratio) == ("cpu", 4, 2)
+    for world_size in (1, 2):
+        check_world(digits, world_size)
+    assert (xl.topology.world_size, xl.dmd.dtype, xl.dmd.activation_checkpointing) == (8, "bfloat16", True)
+    load(ROOT / "configs/dmd_dit_xl_256.yaml", ["dmd.role_storage=shared_base_adapters", "lora.rank=64"])
+
+
 # ---- command line
 
 def test_command_prints_the_config_without_torch(write):
     """Catches `python -m distill_core.config` that imports torch, prints something load cannot read, or exits 0."""
-    root = Path(config_module.__file__).parent.parent
     script = ("import sys, distill_core.config as c\ncode = c.main(sys.argv[1:])\n"
               "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\nsys.exit(code)")
 
     def command(*arguments):
-        return subprocess.run([sys.executable, "-c", script, *arguments], cwd=root, capture_output=True, text=True)
+        return subprocess.run([sys.executable, "-c", script, *arguments], cwd=ROOT, capture_output=True, text=True)
 
     path = str(write(MINIMAL))
     result = command(path, "optim.lr=1e-5", "optim.min_lr_frac=0.5")
     assert result.returncode == 0 and "warning: optim.min_lr_frac" in result.stderr
     assert load(write(result.stdout)).optim.lr == 1e-5
+    result = command("configs/dmd_digits.yaml", "dmd.student_steps=1")
+    assert result.returncode == 0 and result.stderr == "" and load(write(result.stdout)).dmd.student_steps == 1
     result = command(path, "optim.lrr=1e-5")
     assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
 
@@ -330,6 +529,17 @@ rollout:
 optim: {lr: 1e-6, betas: [0.9, 0.95], schedule: "cosine"}
 eval: {every: 20, answer_pattern: '(\\d+)$'}
 alarms: {student_mass: {limit: 0.5, action: warn}}
+"""
+FULL_DMD = DMD + """\
+topology: {world_size: 2}
+dmd:
+  recipe: dmd2
+  role_storage: shared_base_adapters
+  loss_normalizer: null
+  teacher_guidance_scale: 1.5
+  student_optim: {lr: 1e-6, betas: [0.0, 0.999], schedule: "cosine"}
+lora: {rank: 8, targets: [qkv, 'proj']}
+gan: {weight: 0.0}
 """
 PIECES = ["\n", ":", ": ", "{", "}", "[", "]", "-", "- ", "#", "&a ", "*a", "!!int ", "!", "%", "@", "`", "|", ">",
           "'", '"', "\\", "\t", "\0", "\x85", "\ufeff", "\ud7ff", "null", "~", "true", "off", "nan", ".inf", "1e999",
@@ -348,13 +558,15 @@ def mutate(text, rng):
     return text
 
 
-def test_fuzz_files_and_overrides(write):
+@pytest.mark.parametrize("full, override", [(FULL, "optim.lr=1e-5"), (FULL_DMD, "dmd.ema_decay=0.9")],
+                         ids=["opd", "dmd"])
+def test_fuzz_files_and_overrides(write, full, override):
     """Catches any exception but a one-line ConfigError, and an accepted config that does not survive to_yaml."""
     rng = random.Random(0)
     accepted = refused = 0
     for i in range(600):
-        text = mutate(FULL, rng)
-        overrides = [mutate("optim.lr=1e-5", rng)] if i % 3 == 0 else []
+        text = mutate(full, rng)
+        overrides = [mutate(override, rng)] if i % 3 == 0 else []
         raw = bytearray(text.encode())
         if i % 10 == 0 and raw:
             raw[rng.randrange(len(raw))] = rng.randrange(256)

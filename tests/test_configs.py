@@ -59,7 +59,7 @@ def test_shipped_configs_dry_run_at_their_world_size(tmp_path, monkeypatch, caps
     """Catches a config that names an option wrongly, or whose rank plan, shards or memory do not work out."""
     config = cfg.load(path)
     write_prompts(tmp_path / "prompts.jsonl", 400)
-    overrides = [f"data.train={tmp_path / 'prompts.jsonl'}", f"data.eval={tmp_path / 'prompts.jsonl'}"]
+    overrides = [f"data.train={tmp_path / 'prompts.jsonl'}", f"data.eval={tmp_path / 'prompts.jsonl'}", f"run_root={tmp_path}"]
     for role in ("student", "teacher"):
         hollow_folder(tmp_path / role, shape_of(getattr(config, role).path))
         overrides.append(f"{role}.path={tmp_path / role}")

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAVES = ("config", "topology", "fsdp", "safetensors_io", "generate", "topk_logprobs", "losses_kl", "phases", "ownership",
-          "checkpoint", "metrics", "data", "run", "models.lm")
+          "checkpoint", "metrics", "data", "run", "models.lm", "flow", "losses_dmd", "lora", "ema", "models.dit")
 PARTS = ("build", "role", "rollout", "teacher", "export", "report")
 SCRIPTS = ("train_opd.py",)
 THIRD_PARTY = {"torch", "numpy", "yaml", "safetensors"}
