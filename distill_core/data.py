@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from JSONL files, a data order that is a pure function of (seed, epoch, index), and access to tokenizers.
+"""Prompts, latents and their conditions from files, a data order that is a pure function of (seed, epoch, index), and
+access to tokenizers.
 
 A line of a prompt file is a JSON object with exactly one of
     "prompt":     text, encoded exactly as given: no BOS or other token is added, special tokens spelled in it count
@@ -11,6 +12,15 @@ and optionally "answer" (text; evaluation only) and "teacher" (the name of the t
     prompts, counts = read_prompts("train.jsonl", tokenizer, max_prompt_tokens=512, long_prompts="drop")
     for step in range(10):
         batch = [prompts[i] for i in batch_at(step * 64, 64, len(prompts), seed=0)]
+
+Latents and conditions of a flow model are samples with a class label each, in one of two forms, both without pickle:
+    FILE.npz      arrays `x` [N, ...] and `labels` [N]
+    FOLDER        index.jsonl, a line {"file": "NAME.safetensors", "count": N} for each shard, in order; a shard holds
+                  tensors `x` and `labels`
+Numbers `scale` and `offset` beside `x`, which an x of integers must have, say that the values are x * scale + offset.
+
+    labels = read_conditions("latents", num_classes=1000)     # int64 [N]; x is not read and may be absent
+    x, labels = read_latents("digits.npz")                    # fp32 [N, ...] and int64 [N]
 
 Text needs the `tokenizers` package and chat templates `jinja2`, each imported at its first use: token ids need neither.
 All errors are ValueErrors of one line that names the file, and the line in it.
@@ -27,13 +37,18 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import zipfile
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 MAX_LINE_BYTES = 8 * 2**20         # of a prompt file: some 10^6 token ids
 MAX_JSON_BYTES = 256 * 2**20       # of a file in a model folder: the largest tokenizer.json known has 35 MB
@@ -166,6 +181,122 @@ def _text(row: dict[str, Any], key: str) -> str | None:
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{key}: expected text, got {_kind(text)} (put it in quotes)")
     return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Latents and conditions
+# ---------------------------------------------------------------------------------------------------------------------
+
+def read_conditions(path: str | Path, *, num_classes: int | None = None) -> Tensor:
+    """The labels [N] of a file or folder, int64, from 0 to num_classes - 1. Raises ValueError for anything else."""
+    return torch.cat([_labels(arrays, source, num_classes) for source, arrays in _sample_arrays(path, ("labels",))])
+
+
+def read_latents(path: str | Path, *, num_classes: int | None = None) -> tuple[Tensor, Tensor]:
+    """(x [N, ...] in fp32, labels [N] in int64) of a file or folder. Raises ValueError, also for x not finite."""
+    xs, labels = [], []
+    for source, arrays in _sample_arrays(path, ("x", "labels"), optional=("scale", "offset")):
+        labels.append(_labels(arrays, source, num_classes))
+        xs.append(_latents(arrays, source, len(labels[-1])))
+        if xs[-1].shape[1:] != xs[0].shape[1:]:
+            raise ValueError(f"{source}: samples have shape {list(xs[-1].shape[1:])}, those of the first shard "
+                             f"{list(xs[0].shape[1:])} (write all shards alike)")
+    return torch.cat(xs), torch.cat(labels)
+
+
+def _labels(arrays: dict[str, Tensor], source: str, num_classes: int | None) -> Tensor:
+    labels = arrays["labels"]
+    if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool or not len(labels):
+        raise ValueError(f"{source}: labels: expected class numbers [N], got {labels.dtype} {list(labels.shape)}")
+    labels, limit = labels.to(torch.int64), 2**31 if num_classes is None else num_classes
+    wrong = (labels < 0) | (labels >= limit)
+    if wrong.any():
+        i = int(wrong.int().argmax())
+        raise ValueError(f"{source}: labels[{i}]: {labels[i]} is no class (the model has 0 to {limit - 1})")
+    return labels
+
+
+def _latents(arrays: dict[str, Tensor], source: str, num_labels: int) -> Tensor:
+    x = arrays["x"]
+    if x.dim() < 2 or len(x) != num_labels or x.dtype == torch.bool:
+        raise ValueError(f"{source}: x: expected numbers [N, ...] with N = {num_labels} as in labels, got {x.dtype} "
+                         f"{list(x.shape)}")
+    if not x.is_floating_point() and not {"scale", "offset"} <= arrays.keys():
+        raise ValueError(f"{source}: x: {x.dtype} without scale and offset (add both: values are x * scale + offset)")
+    for name in arrays.keys() & {"scale", "offset"}:
+        if arrays[name].dim() or not arrays[name].isfinite():
+            raise ValueError(f"{source}: {name}: expected one finite number, got shape {list(arrays[name].shape)}")
+    x = x.to(torch.float32) * float(arrays.get("scale", 1.0)) + float(arrays.get("offset", 0.0))
+    finite = x.flatten(1).isfinite().all(1)
+    if not finite.all():
+        raise ValueError(f"{source}: x[{int(finite.int().argmin())}]: holds NaN or infinity (leave the sample out)")
+    return x
+
+
+def _sample_arrays(path: str | Path, names: Sequence[str], optional: Sequence[str] = ()
+                   ) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(file, the named arrays) of an .npz or of each shard of a folder."""
+    path = Path(path)
+    if not path.is_dir():
+        yield str(path), _read_npz(path, names, optional)
+        return
+    shards = [_shard_line(line, source) for source, line in _lines(path / "index.jsonl")]
+    if not shards:
+        raise ValueError(f"{path / 'index.jsonl'}: names no shard")
+    for file, count in shards:
+        arrays = _read_shard(path / file, names, optional)
+        if {len(arrays[name]) if arrays[name].dim() else 0 for name in names} != {count}:
+            raise ValueError(f"{path / file}: {', '.join(names)}: expected {count} samples as in index.jsonl, got "
+                             f"{', '.join(str(list(arrays[name].shape)) for name in names)}")
+        yield str(path / file), arrays
+
+
+def _shard_line(line: bytes, source: str) -> tuple[str, int]:
+    try:
+        row = _strict_json(_decode(line))
+    except ValueError as error:
+        raise ValueError(f"{source}: {_one_line(error)}") from None
+    if not isinstance(row, dict) or row.keys() != {"file", "count"}:
+        raise ValueError(f"{source}: expected an object with file and count, got {str(row)[:60]}")
+    # A path here would let a downloaded folder make us open any file.
+    if not isinstance(row["file"], str) or not re.fullmatch(r"[\w.-]+\.safetensors", row["file"], re.ASCII):
+        raise ValueError(f"{source}: file: expected the plain name of a .safetensors file, got "
+                         f"{str(row['file'])[:60]!r}")
+    if type(row["count"]) is not int or row["count"] < 1:
+        raise ValueError(f"{source}: count: expected the number of samples in the shard, got {_kind(row['count'])}")
+    return row["file"], row["count"]
+
+
+def _read_shard(path: Path, names: Sequence[str], optional: Sequence[str]) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in _wanted(file.keys(), names, optional)}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{path}: {_one_line(error)}") from None
+
+
+def _read_npz(path: Path, names: Sequence[str], optional: Sequence[str]) -> dict[str, Tensor]:
+    try:
+        if not zipfile.is_zipfile(path):    # numpy would take it for a pickle, and say so
+            path.open("rb").close()
+            raise ValueError("not an .npz file (or give a folder with an index.jsonl)")
+        with np.load(path) as archive:
+            arrays = {name: archive[name] for name in _wanted(archive.files, names, optional)}
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror} (check the data paths)") from None
+    except (ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path}: {_one_line(error)}") from None
+    for name, array in arrays.items():
+        if array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
+            raise ValueError(f"{path}: {name}: expected numbers, got {array.dtype}")
+    return {name: torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) for name, array in arrays.items()}
+
+
+def _wanted(present: Collection[str], names: Sequence[str], optional: Sequence[str]) -> list[str]:
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise ValueError(f"holds no {' and no '.join(missing)} (it has: {', '.join(sorted(present)) or 'nothing'})")
+    return [*names, *(name for name in optional if name in present)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
