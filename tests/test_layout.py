@@ -13,8 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAVES = ("config", "topology", "fsdp", "safetensors_io", "generate", "topk_logprobs", "losses_kl", "phases", "ownership",
-          "checkpoint", "metrics", "data", "run", "models.lm", "flow", "losses_dmd", "lora", "ema", "models.dit")
-PARTS = ("build", "role", "rollout", "teacher", "export", "report")
+          "checkpoint", "metrics", "data", "run", "models.lm", "flow", "losses_dmd", "lora", "ema", "models.dit",
+          "models.mlp2d")
+PARTS = ("build", "role", "rollout", "teacher", "export", "report", "adapters", "train_flow")
 SCRIPTS = ("train_opd.py",)
 THIRD_PARTY = {"torch", "numpy", "yaml", "safetensors"}
 
