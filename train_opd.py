@@ -708,6 +708,8 @@ def end_block(run: Run, saved: Path | None) -> str:
 
 def dry_run(config: cfg.OPDConfig) -> None:
     """Build every role at the intended world size on a fake process group: all shapes and groups, no weights."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend "fake")
+
     world_size = config.topology.world_size or env_rank()[1]
     job = prepare(config, world_size, min(world_size, 8))
     servers = job.plan.teachers[0] if job.plan.has_servers else ()
