@@ -13,7 +13,6 @@ Legend: B rows, T tokens, N response positions, K top ids, D hidden size, V voca
 """
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import hashlib
@@ -49,7 +48,7 @@ from distill_core.report import write_report
 from distill_core.role import (PhaseLoss, PhaseResult, Role, adamw, restore_role, role_state, role_tensors,
                                run_phase)
 from distill_core.rollout import MicroBatch, deal, pack, plan_batches, record_batch, record_samples, score_ahead
-from distill_core.run import StopRequest, check_run_dir, lock_run, mark, open_run, report_failure
+from distill_core.run import StopRequest, check_run_dir, lock_run, mark, open_run, parse_args, report_failure
 from distill_core.safetensors_io import open_folder, weights_digest
 from distill_core.teacher import InlineTeacher, Links, RemoteTeacher, Reply, Shape, serve
 from distill_core.topk_logprobs import head_logprobs, sparse_head_logits
@@ -270,7 +269,7 @@ def build_student(job: Job, world: World, log: logging.Logger) -> Run:
 
 def student_optimizer(config: cfg.OPDConfig, model: nn.Module) -> torch.optim.Optimizer:
     optim = config.optim
-    return adamw(model, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    return adamw(model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
 
 
 def rollout_dtype(config: cfg.OPDConfig) -> torch.dtype:
@@ -741,17 +740,8 @@ def dry_models(job: Job, world: World) -> dict[str, nn.Module]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--check", action="store_true", help="validate config, data and file headers, then exit")
-    parser.add_argument("--dry-run", action="store_true", help="build the job on a fake process group, then exit")
-    return parser.parse_intermixed_args()
-
-
 def main() -> int:
-    args, (rank, world_size, local_world_size) = parse_args(), env_rank()
+    args, (rank, world_size, local_world_size) = parse_args(__doc__), env_rank()
     run_dir = None
     try:
         config = cfg.load(args.config, args.overrides, job="opd")

@@ -45,6 +45,7 @@ class Adapter(Protocol):
     latent_shape: tuple[int, ...]
     num_classes: int
     lora_targets: tuple[str, ...]  # ends of paths of nn.Linear layers, as in lora.inject
+    feature_size: int  # width of `features`; like these only read where gan.weight > 0
 
     def build(self) -> nn.Module:
         """A new module; the caller chooses the device, which may be meta."""
@@ -58,6 +59,10 @@ class Adapter(Protocol):
     def forward(self, module: nn.Module, x_s: Tensor, s: Tensor, condition: Any, *, recompute: bool = False,
                 context_fn: Callable = noop_context_fn) -> Tensor:
         """The raw prediction. recompute: activation checkpointing, with torch.utils.checkpoint's context_fn."""
+
+    def features(self, module: nn.Module, x_s: Tensor, s: Tensor, condition: Any, *, recompute: bool = False,
+                 context_fn: Callable = noop_context_fn) -> Tensor:
+        """Hidden states [B, tokens, width] in the middle of the network, for a discriminator (gan.weight > 0 only)."""
 
     def to_x0(self, raw: Tensor, x_s: Tensor, s: Tensor) -> Tensor:
         """Clean samples of a raw prediction, in fp32 at least."""
@@ -83,6 +88,7 @@ class VelocityAdapter:
     latent_shape: tuple[int, ...]
     num_classes: int
     lora_targets: tuple[str, ...]
+    feature_size: int
     build: Callable[[], nn.Module]
 
     @property
@@ -98,6 +104,11 @@ class VelocityAdapter:
     def forward(self, module: nn.Module, x_s: Tensor, s: Tensor, condition: Tensor, *, recompute: bool = False,
                 context_fn: Callable = noop_context_fn) -> Tensor:
         return module(x_s, s, condition, recompute=recompute, context_fn=context_fn)
+
+    def features(self, module: nn.Module, x_s: Tensor, s: Tensor, condition: Tensor, *, recompute: bool = False,
+                 context_fn: Callable = noop_context_fn) -> Tensor:
+        middle = module.config.depth // 2
+        return module(x_s, s, condition, recompute=recompute, context_fn=context_fn, features=middle)[1]
 
     def to_x0(self, raw: Tensor, x_s: Tensor, s: Tensor) -> Tensor:
         return flow.x0_from_velocity(x_s, raw, s)
@@ -116,6 +127,26 @@ class VelocityAdapter:
             raise ValueError(f"{self.kind} keeps no sampling state, got {', '.join(map(str, state))}")
 
 
+# --- predictions, as training and sampling take them ----------------------------------------------------------------
+
+def predict_x0(adapter: Adapter, module: nn.Module, x_s: Tensor, s: Tensor, condition: Any, *, recompute: bool = False,
+               context_fn: Callable = noop_context_fn) -> Tensor:
+    """Clean samples [B, ...] of one forward, in fp32 at least."""
+    raw = adapter.forward(module, x_s, s, condition, recompute=recompute, context_fn=context_fn)
+    return adapter.to_x0(raw, x_s, s)
+
+
+def guided_velocity(adapter: Adapter, module: nn.Module, x_s: Tensor, s: Tensor, condition: Any, null: Any, *,
+                    scale: float, norm: str = "none") -> Tensor:
+    """Velocity [B, ...] under classifier-free guidance, see flow.guide; scale 1 takes one forward, others two."""
+    conditional = adapter.to_velocity(adapter.forward(module, x_s, s, condition), x_s, s)
+    if scale == 1.0:
+        return conditional
+    unconditional = adapter.to_velocity(adapter.forward(module, x_s, s, null), x_s, s)
+    last = (v.movedim(1, -1) for v in (conditional, unconditional))  # norm layer_norm is over the channels
+    return flow.guide(*last, scale, norm).movedim(-1, 1)
+
+
 # --- which adapter --------------------------------------------------------------------------------------------------
 
 def make_adapter(config: dict[str, Any], *, source: str) -> Adapter:
@@ -124,11 +155,11 @@ def make_adapter(config: dict[str, Any], *, source: str) -> Adapter:
     if model_type == "dit":
         size = dit.config_from_json(config, source=source)
         return VelocityAdapter("dit", (size.channels, size.input_size, size.input_size), size.num_classes,
-                               ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"), lambda: dit.DiT(size))
+                               ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"), size.hidden_size, lambda: dit.DiT(size))
     if model_type == "mlp2d":
         size = mlp2d.config_from_json(config, source=source)
         return VelocityAdapter("mlp2d", (mlp2d.NUM_COORDINATES,), size.num_classes, ("fc1", "fc2", "modulation"),
-                               lambda: mlp2d.MLP2D(size))
+                               size.hidden_size, lambda: mlp2d.MLP2D(size))
     raise ValueError(f"{source}: model_type {model_type!r} has no adapter (there are: {', '.join(MODEL_TYPES)}; for "
                      "one of your own add a line to make_adapter)")
 

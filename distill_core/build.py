@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a Hugging Face folder to a model: meta -> shard -> materialise -> load slices -> check what was loaded.
+"""From a model folder to a model: meta -> LoRA -> shard -> materialise -> load slices -> check what was loaded.
 
     model = load_lm("models/student")                                # plain, on CPU
     model = build_lm("models/teacher", mesh, device, dtype=torch.bfloat16, trainable=False)   # sharded
     replica = build_replica(model.config, device, torch.bfloat16, vocab_size=32000)
+    module = build_flow("models/dit", read_adapter("models/dit"), mesh, device, dtype=torch.float32, trainable=True)
 
 No rank ever holds a whole sharded model: each reads the rows it owns from the safetensors files.
 """
@@ -11,15 +12,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distill_core.fsdp import local, shard
+from distill_core.lora import inject, named_adapter, reset_lora
 from distill_core.models.lm import CausalLM, LMConfig, LMHead, config_from_hf
 from distill_core.safetensors_io import TensorIndex, check_tensors, load_into, open_folder
 
@@ -91,7 +95,7 @@ def build_head(folder: str | Path, mesh: DeviceMesh, device: torch.device, *, dt
     head.to_empty(device=device)
     name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
     load_into(open_folder(folder), {name: head.weight}, allow_extra=lambda other: True)
-    _refuse_nonfinite(folder, head)
+    _refuse_nonfinite(folder, dict(head.named_parameters()))
     return head
 
 
@@ -102,6 +106,90 @@ def build_replica(config: LMConfig, device: torch.device, dtype: torch.dtype, *,
     replica.tie()
     return replica.requires_grad_(False).eval()
 
+
+# --- flow models ----------------------------------------------------------------------------------------------------
+
+class Architecture(Protocol):
+    """What is needed here of an adapter of adapters.py."""
+
+    def build(self) -> nn.Module: ...
+
+    def fsdp_units(self, module: nn.Module) -> list[list[nn.Module]]: ...
+
+
+class LoRA(NamedTuple):
+    """adapters: name -> whether it is trained; each starts as a no-op, its A drawn from `seed` and its name."""
+
+    adapters: dict[str, bool]
+    targets: Sequence[str]
+    rank: int
+    alpha: float
+    seed: int = 0
+
+
+def load_flow(folder: str | Path, architecture: Architecture, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The whole module on CPU, in eval mode."""
+    module = _flow_on_meta(architecture, dtype).to_empty(device="cpu")
+    _load_flow(folder, module)
+    return module.eval()
+
+
+def build_flow(folder: str | Path, architecture: Architecture, mesh: DeviceMesh, device: torch.device, *,
+               dtype: torch.dtype, trainable: bool, compute_dtype: torch.dtype | None = None, lora: LoRA | None = None,
+               progress: Progress | None = None) -> nn.Module:
+    """A sharded module on this rank's part of `mesh`; every rank of the mesh calls it.
+
+    trainable: all parameters are trained (False with `lora`: only its adapters may be, in fp32). dtype: of the stored
+    shards; compute_dtype: of forward and backward.
+    """
+    module = shard_flow(architecture, mesh, dtype=dtype, trainable=trainable, compute_dtype=compute_dtype, lora=lora)
+    module.to_empty(device=device)
+    _load_flow(folder, module, progress)
+    for name in lora.adapters if lora else ():
+        reset_lora(module, name, seed=zlib.crc32(f"{lora.seed} {name}".encode()))
+    return module
+
+
+def shard_flow(architecture: Architecture, mesh: DeviceMesh, *, dtype: torch.dtype, trainable: bool,
+               compute_dtype: torch.dtype | None = None, lora: LoRA | None = None) -> nn.Module:
+    """The sharded module without storage: what `build_flow` fills, and all that a dry run needs."""
+    assert not (trainable and lora), "with adapters the base is frozen"
+    module = _flow_on_meta(architecture, dtype)
+    module.requires_grad_(trainable)  # before the first forward: FSDP2 derives its reduce dtype from what is trainable
+    if lora is not None:
+        inject(module, lora.targets, rank=lora.rank, alpha=lora.alpha, adapters=list(lora.adapters))
+        for name, is_trained in lora.adapters.items():
+            for _, parameter in named_adapter(module, name):
+                parameter.requires_grad_(is_trained)
+    shard(module, architecture.fsdp_units(module), mesh,
+          compute_dtype=None if compute_dtype == dtype and lora is None else compute_dtype,
+          cast_forward_inputs=False)  # the noise level must stay fp32; the module casts the rest
+    return module
+
+
+def check_flow(folder: str | Path, architecture: Architecture) -> None:
+    """Validate every safetensors header against the architecture without reading weights."""
+    check_tensors(open_folder(folder), dict(_flow_on_meta(architecture, torch.float32).named_parameters()))
+
+
+def _flow_on_meta(architecture: Architecture, dtype: torch.dtype) -> nn.Module:
+    with torch.device("meta"):
+        module = architecture.build().to(dtype)
+    buffers = [name for name, _ in module.named_buffers()]
+    if buffers:
+        raise ValueError(f"{type(module).__name__}: buffer {buffers[0]} would be left uninitialised by a meta build "
+                         "(compute it in the forward, or make it a parameter that does not require grad)")
+    return module
+
+
+def _load_flow(folder: str | Path, module: nn.Module, progress: Progress | None = None) -> None:
+    weights = {name: parameter for name, parameter in module.named_parameters()
+               if ".lora_A." not in name and ".lora_B." not in name}
+    load_into(open_folder(folder), weights, progress=progress)
+    _refuse_nonfinite(folder, weights)
+
+
+# --- vocabularies ---------------------------------------------------------------------------------------------------
 
 def common_vocab(student: LMConfig, teacher: LMConfig, num_ids: int | None) -> int:
     """Vocabulary on which student and teacher are compared.
@@ -134,11 +222,11 @@ def _tolerated(config: LMConfig) -> Callable[[str], bool]:
 
 def _load(index: TensorIndex, model: CausalLM, config: LMConfig, progress: Progress | None = None) -> None:
     load_into(index, dict(model.named_parameters()), allow_extra=_tolerated(config), progress=progress)
-    _refuse_nonfinite(index.folder, model)
+    _refuse_nonfinite(index.folder, dict(model.named_parameters()))
 
 
-def _refuse_nonfinite(folder: str | Path, module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
+def _refuse_nonfinite(folder: str | Path, weights: dict[str, Tensor]) -> None:
+    for name, parameter in weights.items():
         if not torch.isfinite(local(parameter)).all():
             raise ValueError(f"{folder}: tensor {name} holds NaN or infinity; download or train it again")
 

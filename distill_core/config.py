@@ -27,6 +27,8 @@ import yaml
 MAX_FILE_BYTES = 64 * 1024
 MAX_DEPTH = 8
 Dtype = Literal["float32", "bfloat16"]
+Convention = Literal["dmd2", "causvid", "self_forcing", "fastgen", "fastvideo", "rcm", "lightx2v", "verl_omni"]
+ScoreTimes = Literal["clamp", "inside", "ceil"]
 
 
 class ConfigError(ValueError):
@@ -210,6 +212,7 @@ class DMDTopologyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DMDMethodConfig:
+    convention: Convention | None = None     # a published code base: its row of PRESETS takes the place of the defaults
     recipe: Literal["dmd2"] = "dmd2"
     profile: Literal["distribution_only"] = "distribution_only"       # adversarial terms: gan.weight
     # Each role a sharded module of its own, or one frozen base with LoRA adapters for student, fake score and EMA:
@@ -217,7 +220,7 @@ class DMDMethodConfig:
     sample_source: Literal["offline"] = "offline"             # conditions are read from data.conditions
     fake_update_ratio: int = 5               # fake-score attempts that follow each student attempt: one cycle
     fake_warmup_cycles: int = 0              # first cycles, which train the fake score only
-    fake_batch: Literal["fresh", "reuse_student"] = "fresh"   # samples of its own, or those of the student attempt
+    fake_batch: Literal["fresh", "reuse_student"] = "fresh"   # new samples, or for the first attempt the student's own
     student_batch_size: int = 64             # samples of a student attempt, over all ranks
     fake_score_batch_size: int = 64          # samples of a fake-score attempt, over all ranks
     student_micro_batch_size_per_gpu: int = 16        # samples of a forward/backward; changes memory, not results
@@ -229,11 +232,25 @@ class DMDMethodConfig:
     rollout_timestep_shift: float = 1.0      # m of m s / (1 + (m - 1) s) on the student's grid; 1 = even steps
     teacher_guidance_scale: float = 1.0      # s of u + s (c - u), u = null condition; 1 = unguided, one teacher pass
     cfg_norm: Literal["none", "layer_norm", "scalar"] = "none"        # rescales the guided teacher to the norm of c
-    normalization_epsilon: float = 1e-6      # lower bound of the per-sample normaliser mean |x - x0_teacher|
-    score_discrete_steps: int = 1000         # score times are k / that; 0 = continuous
-    score_sigma_min: float = 0.02            # score times are clamped to [score_sigma_min, score_sigma_max]; 1 = noise
+    # mean |x - x0_teacher|, by which the gradient is divided: of each sample, at least normalization_epsilon; the same
+    # plus normalization_epsilon; or one of a whole micro-batch, whose size then changes results:
+    normalizer: Literal["sample", "sample_add", "batch"] = "sample"
+    normalization_epsilon: float = 1e-6
+    # Noise levels of the student's loss. clamp: U{0 ... T-1} / T, shifted, clamped to [score_sigma_min,
+    # score_sigma_max]; ceil: the same on U{1 ... T} / T; inside: uniform on the k / T in that range, shifted, clamped:
+    score_times: ScoreTimes = "clamp"
+    score_time_per: Literal["sample", "batch"] = "sample"     # batch = one level for all samples of an attempt
+    score_discrete_steps: int = 1000         # T; 0 = continuous
+    score_sigma_min: float = 0.02            # 0 = data, 1 = noise
     score_sigma_max: float = 0.98
     score_timestep_shift: float = 1.0        # as rollout_timestep_shift, on the score times
+    # What the fake score's squared error is taken of: the flow velocity, x0, the noise, x0 as EDM weighs it, or the
+    # velocity of a variance-preserving path; a weight on the first, by noise level:
+    fake_loss: Literal["flow", "x0", "eps", "edm", "vp_v"] = "flow"
+    fake_times: ScoreTimes | None = None     # noise levels of the fake score's loss; here and in the next three
+    fake_sigma_min: float | None = None      # null = as the student's
+    fake_sigma_max: float | None = None
+    fake_timestep_shift: float | None = None
     student_optim: OptimConfig = OptimConfig(lr=2e-6, betas=(0.0, 0.999), weight_decay=0.01, max_grad_norm=10.0)
     fake_score_optim: OptimConfig = OptimConfig(lr=2e-6, betas=(0.0, 0.999), weight_decay=0.01, max_grad_norm=10.0)
     ema_decay: float = 0.999                 # of the student's average, once per applied student step
@@ -248,6 +265,7 @@ class LoRAConfig:
     rank: int = 0                            # of the adapters of student and fake score; 0 = all parameters are trained
     alpha: float | None = None               # the adapter is scaled by alpha / rank; null = rank
     targets: tuple[str, ...] | None = None   # linear layers, by name or its end; null = the architecture's own list
+    adapters: tuple[str, str, str] = ("student", "fake_score", "student_ema")     # names of the three roles' adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +280,7 @@ class DMDEvalConfig:
     every: int = 100                         # cycles between sample grids; 0 = never
     num_samples: int = 64                    # samples of a grid
     guidance_scale: float = 1.0              # of the teacher's samples beside it, as dmd.teacher_guidance_scale
+    num_teacher_steps: int = 50              # Euler steps of the teacher's reference grid; 0 = none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +307,108 @@ Config = OPDConfig | DMDConfig
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Published conventions
+# ---------------------------------------------------------------------------------------------------------------------
+
+# What dmd.convention fills in, key by key, where neither the file nor the command line says otherwise. Guidance scales
+# are in our form u + s (c - u). No code base but those with an epsilon bounds its normaliser; 1e-12 stands for none.
+# Beyond these keys they differ in what is not imitated here: precision (DMD2, CausVid, Self-Forcing and rCM take the
+# loss in float64; here fp32) and non-finite values (rCM drops the whole sample; here entries, as in the others).
+PRESETS: dict[str, dict[str, Any]] = {
+    # DMD2, main/sd_guidance.py and experiments/sdxl: u + 8 (c - u); randint(20, 981) and, for the fake score, an
+    # unclamped randint(0, 1000), on the VP schedule; its index 0, not free of noise, is the level .001 here. The
+    # first of the five fake updates of a cycle is on the student's own samples, the others are on new ones. SD1.5: 1.75
+    # and 1:10. ImageNet-64, main/edm: 1 (unguided), fake_loss edm, on the times of a Karras schedule.
+    "dmd2": dict(
+        normalizer="sample", normalization_epsilon=1e-12, teacher_guidance_scale=8.0, cfg_norm="none",
+        score_times="inside", score_time_per="sample", score_discrete_steps=1000, score_sigma_min=0.02,
+        score_sigma_max=0.98, score_timestep_shift=1.0, fake_loss="eps", fake_times="clamp", fake_sigma_min=0.001,
+        fake_sigma_max=1.0, fake_timestep_shift=1.0, fake_update_ratio=5, fake_batch="reuse_student"),
+    # CausVid, causvid/dmd.py: 3.5 of c + s' (c - u) is 4.5 here. 14 % of its score times are exactly .98.
+    "causvid": dict(
+        normalizer="sample", normalization_epsilon=1e-12, teacher_guidance_scale=4.5, cfg_norm="none",
+        score_times="clamp", score_time_per="sample", score_discrete_steps=1000, score_sigma_min=0.02,
+        score_sigma_max=0.98, score_timestep_shift=8.0, fake_loss="flow", fake_times=None, fake_sigma_min=None,
+        fake_sigma_max=None, fake_timestep_shift=None, fake_update_ratio=5, fake_batch="fresh"),
+    # Self-Forcing, model/dmd.py: 3.0 of c + s' (c - u) is 4.0 here. 9 % of its score times are exactly .98.
+    "self_forcing": dict(
+        normalizer="sample", normalization_epsilon=1e-12, teacher_guidance_scale=4.0, cfg_norm="none",
+        score_times="clamp", score_time_per="sample", score_discrete_steps=1000, score_sigma_min=0.02,
+        score_sigma_max=0.98, score_timestep_shift=5.0, fake_loss="flow", fake_times=None, fake_sigma_min=None,
+        fake_sigma_max=None, fake_timestep_shift=None, fake_update_ratio=5, fake_batch="fresh"),
+    # FastGen, fastgen/methods/common_loss.py and its Wan experiment: c + (5 - 1) (c - u), which is 5 here. Times are
+    # uniform in [.001, .999] before the shift. It updates student or fake score, hence 1:4 at its frequency of 5.
+    "fastgen": dict(
+        normalizer="sample_add", normalization_epsilon=1e-6, teacher_guidance_scale=5.0, cfg_norm="none",
+        score_times="inside", score_time_per="sample", score_discrete_steps=0, score_sigma_min=0.001,
+        score_sigma_max=0.999, score_timestep_shift=5.0, fake_loss="x0", fake_times=None, fake_sigma_min=None,
+        fake_sigma_max=None, fake_timestep_shift=None, fake_update_ratio=4, fake_batch="fresh"),
+    # FastVideo, train/methods/distribution_matching/dmd2.py and its Wan configs: 4.5 of u + s (c - u); the 3.5 of its
+    # documents, of c + w (c - u), is the same. One normaliser and one score time for a whole batch: a sample's share of
+    # the gradient depends on the others', so learning rates do not carry over.
+    "fastvideo": dict(
+        normalizer="batch", normalization_epsilon=1e-12, teacher_guidance_scale=4.5, cfg_norm="none",
+        score_times="clamp", score_time_per="batch", score_discrete_steps=1000, score_sigma_min=0.02,
+        score_sigma_max=0.98, score_timestep_shift=8.0, fake_loss="flow", fake_times=None, fake_sigma_min=None,
+        fake_sigma_max=None, fake_timestep_shift=None, fake_update_ratio=5, fake_batch="fresh"),
+    # rCM, t2v_model_distill_rcm.py: u + 5 (c - u) (its first revisions: c + 5 (c - u), 6 here). Times are unclamped. It
+    # updates student or fake score, hence 1:4. On TrigFlow's path cos t, sin t the error of x0 over sin^2 t is that of
+    # the VP velocity. Both losses are sums over a sample, the student's without the 1/2: Adam does not see it, but a
+    # max_grad_norm does.
+    "rcm": dict(
+        normalizer="sample", normalization_epsilon=1e-5, teacher_guidance_scale=5.0, cfg_norm="none",
+        score_times="clamp", score_time_per="sample", score_discrete_steps=0, score_sigma_min=0.0001,
+        score_sigma_max=1.0, score_timestep_shift=5.0, fake_loss="vp_v", fake_times=None, fake_sigma_min=None,
+        fake_sigma_max=None, fake_timestep_shift=None, fake_update_ratio=4, fake_batch="fresh"),
+    # LightX2V, lightx2v_train/trainers/dmd and its Qwen-Image config: u + 4 (c - u) of the velocity, rescaled.
+    "lightx2v": dict(
+        normalizer="sample", normalization_epsilon=1e-12, teacher_guidance_scale=4.0, cfg_norm="layer_norm",
+        score_times="ceil", score_time_per="sample", score_discrete_steps=1000, score_sigma_min=0.02,
+        score_sigma_max=1.0, score_timestep_shift=5.0, fake_loss="flow", fake_times=None, fake_sigma_min=None,
+        fake_sigma_max=None, fake_timestep_shift=None, fake_update_ratio=2, fake_batch="fresh"),
+    # verl-omni, workers/config/diffusion/dmd.py: u + 4 (c - u) of the velocity, rescaled.
+    "verl_omni": dict(
+        normalizer="sample", normalization_epsilon=1e-6, teacher_guidance_scale=4.0, cfg_norm="layer_norm",
+        score_times="clamp", score_time_per="sample", score_discrete_steps=1000, score_sigma_min=0.02,
+        score_sigma_max=0.98, score_timestep_shift=3.0, fake_loss="flow", fake_times=None, fake_sigma_min=None,
+        fake_sigma_max=None, fake_timestep_shift=None, fake_update_ratio=2, fake_batch="fresh"),
+}
+
+
+def score_time_law(dmd: DMDMethodConfig, role: Literal["student", "fake_score"]) -> dict[str, Any]:
+    """The keyword arguments of flow.score_times for that role's loss."""
+    law = {"law": dmd.score_times, "discrete_steps": dmd.score_discrete_steps, "shift": dmd.score_timestep_shift,
+           "low": dmd.score_sigma_min, "high": dmd.score_sigma_max}
+    if role == "fake_score":
+        own = {"law": dmd.fake_times, "shift": dmd.fake_timestep_shift,
+               "low": dmd.fake_sigma_min, "high": dmd.fake_sigma_max}
+        law |= {name: value for name, value in own.items() if value is not None}
+    return law
+
+
+def convention_lines(config: DMDConfig) -> list[str]:
+    """What dmd.convention stands for in this run, for the start block; empty without one."""
+    dmd, name = config.dmd, config.dmd.convention
+    if name is None:
+        return []
+    changed = [f"{key}={_show(getattr(dmd, key))} (not {_show(value)})"
+               for key, value in PRESETS[name].items() if getattr(dmd, key) != value]
+    scale = dmd.teacher_guidance_scale
+    return [f"convention {name}" + (f", but {', '.join(changed)}" if changed else ""),
+            f"  teacher: u + {scale:g} (c - u), the same as c + {scale - 1:g} (c - u); norm {dmd.cfg_norm}",
+            f"  normaliser: {dmd.normalizer}, epsilon {dmd.normalization_epsilon:g}",
+            f"  score times: {_law_text(dmd, 'student')}, one per {dmd.score_time_per}",
+            f"  fake score: {dmd.fake_loss} loss, times {_law_text(dmd, 'fake_score')}",
+            f"  student:fake = 1:{dmd.fake_update_ratio} attempts per cycle, fake batch {dmd.fake_batch}"]
+
+
+def _law_text(dmd: DMDMethodConfig, role: Literal["student", "fake_score"]) -> str:
+    law = score_time_law(dmd, role)
+    grid = f"k / {law['discrete_steps']}" if law["discrete_steps"] else "continuous"
+    return f"{law['law']} [{law['low']:g}, {law['high']:g}], {grid}, shift {law['shift']:g}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Entry points
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -305,6 +426,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, job: str | None = N
         _apply(tree, override)
     kind = _job_class(tree["job"], job)
     _check_keys(kind, tree, "", tuple(_option_paths(kind)))
+    _fill_in_convention(tree)
     config = _build(kind, tree, "")
     check(config)
     return config
@@ -316,7 +438,10 @@ def to_yaml(config: Config) -> str:
 
 
 def differences(config: Config) -> list[str]:
-    """What differs from the defaults, as `optim.lr=1e-05 (default 1e-06)`; required keys, having none, are left out."""
+    """What differs from the defaults, as `optim.lr=1e-05 (default 1e-06)`; required keys, having none, are left out.
+
+    With dmd.convention, the values of its preset are the defaults.
+    """
     return [f"{path}={_show(value)} (default {_show(default)})"
             for path, value, default in _leaves(config) if default is not MISSING and value != default]
 
@@ -385,6 +510,7 @@ def _idle_dmd(config: DMDConfig) -> list[tuple[str, bool, str]]:
              f"dmd.ema_start_step={dmd.ema_start_step} is past the last of {student_steps} student steps"),
             ("lora.alpha", no_lora, "lora.rank=0 trains all parameters"),
             ("lora.targets", no_lora, "lora.rank=0 trains all parameters"),
+            ("lora.adapters", no_lora, "lora.rank=0 trains all parameters"),
             ("data.latents", no_gan, "gan.weight=0 needs no real samples"),
             ("gan.discriminator_weight", no_gan, "gan.weight=0 has no discriminator"),
             ("gan.lr", no_gan, "gan.weight=0 has no discriminator"),
@@ -402,9 +528,14 @@ def _surprises_opd(config: OPDConfig) -> list[str]:
 
 
 def _surprises_dmd(config: DMDConfig) -> list[str]:
-    if config.dmd.ema_decay < 1:
-        return []
-    return ["dmd.ema_decay=1 never moves the average once it is no copy: student_ema is not the trained student"]
+    lines = []
+    if config.dmd.ema_decay == 1:
+        lines.append("dmd.ema_decay=1 never moves the average once it is no copy: student_ema is not the trained "
+                     "student")
+    if config.dmd.normalizer == "batch":
+        lines.append("dmd.normalizer=batch is one of a micro-batch: dmd.student_micro_batch_size_per_gpu and the number"
+                     " of ranks change results")
+    return lines
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -421,7 +552,8 @@ _RANGES = (    # of both jobs; an option that a job does not have is passed over
         "seed", "topology.teacher_ranks", "rollout.top_k", "eval.every", "eval.temperature", "alarms.entropy_gap.limit",
         "alarms.teacher_nonfinite.limit", "checkpoint.every", "checkpoint.keep_every", "metrics.samples",
         *_of_optimizers("weight_decay", "warmup_steps"),
-        "dmd.fake_warmup_cycles", "dmd.score_discrete_steps", "dmd.ema_start_step", "lora.rank", "gan.weight")),
+        "dmd.fake_warmup_cycles", "dmd.score_discrete_steps", "dmd.ema_start_step", "lora.rank", "gan.weight",
+        "eval.num_teacher_steps")),
     (">= 1", lambda x: x >= 1, (
         "max_steps", "teacher.chunk_size", "topology.world_size", "topology.timeout_s", "data.max_prompt_tokens",
         "rollout.max_new_tokens", "rollout.batch_size", "rollout.samples_per_prompt", "loss.top_k", "loss.chunk_size",
@@ -429,7 +561,7 @@ _RANGES = (    # of both jobs; an option that a job does not have is passed over
         "checkpoint.keep_last", "metrics.log_every",
         "max_cycles", "dmd.fake_update_ratio", "dmd.student_batch_size", "dmd.fake_score_batch_size",
         "dmd.student_micro_batch_size_per_gpu", "dmd.fake_score_micro_batch_size_per_gpu", "dmd.student_steps",
-        "dmd.rollout_timestep_shift", "dmd.score_timestep_shift", "eval.num_samples")),
+        "dmd.rollout_timestep_shift", "dmd.score_timestep_shift", "dmd.fake_timestep_shift", "eval.num_samples")),
     ("> 0", lambda x: x > 0, (
         "rollout.temperature", "loss.advantage_clip", "probe.max_kl_fp32", "probe.max_kl_bf16",
         *_of_optimizers("lr", "eps", "max_grad_norm"),
@@ -440,7 +572,8 @@ _RANGES = (    # of both jobs; an option that a job does not have is passed over
     ("at most 1000000", lambda x: x <= 1_000_000, ("topology.world_size", "topology.teacher_ranks")),
     ("0 or at least 0.001", lambda x: x == 0 or x >= 0.001, ("rollout.temperature", "eval.temperature")),
     ("in (0, 1]", lambda x: 0 < x <= 1, (
-        "rollout.top_p", "eval.top_p", "dmd.score_sigma_min", "dmd.score_sigma_max")),
+        "rollout.top_p", "eval.top_p", "dmd.score_sigma_min", "dmd.score_sigma_max", "dmd.fake_sigma_min",
+        "dmd.fake_sigma_max")),
     ("in [0, 1]", lambda x: 0 <= x <= 1, (
         "alarms.student_mass.limit", "alarms.truncated_frac.limit", "alarms.repetition_frac.limit",
         *_of_optimizers("min_lr_frac"), "dmd.ema_decay")),
@@ -508,19 +641,47 @@ def _check_dmd(config: DMDConfig) -> None:
     if config.max_cycles <= dmd.fake_warmup_cycles:
         raise ConfigError(f"max_cycles: {config.max_cycles} ends before the student's first step, which follows "
                           f"dmd.fake_warmup_cycles={dmd.fake_warmup_cycles} (set max_cycles above it)")
-    if dmd.role_storage == "shared_base_adapters" and config.lora.rank == 0:
-        raise ConfigError("lora.rank: 0, but dmd.role_storage=shared_base_adapters keeps each role as a LoRA adapter "
-                          "(set lora.rank=32, say, or dmd.role_storage=colocated_independent)")
-    if config.lora.targets == ():
-        raise ConfigError("lora.targets: the list is empty (name layers, or set null for the architecture's own list)")
-    if dmd.score_sigma_min >= dmd.score_sigma_max:
-        raise ConfigError(f"dmd.score_sigma_min: {dmd.score_sigma_min} is not below dmd.score_sigma_max="
-                          f"{dmd.score_sigma_max} (the defaults are 0.02 and 0.98)")
     if config.gan.weight > 0 and config.data.latents is None:
         raise ConfigError(f"data.latents: null, but gan.weight={config.gan.weight} compares with real samples "
                           "(set data.latents=PATH, or gan.weight=0)")
+    _check_storage(config)
+    _check_score_times(dmd, "student")
+    _check_score_times(dmd, "fake_score")
     _check_reuse(dmd)
     _check_batches(dmd, 1)
+
+
+def _check_storage(config: DMDConfig) -> None:
+    dmd, lora = config.dmd, config.lora
+    is_shared = dmd.role_storage == "shared_base_adapters"
+    if is_shared and lora.rank == 0:
+        raise ConfigError("lora.rank: 0, but dmd.role_storage=shared_base_adapters keeps each role as a LoRA adapter "
+                          "(set lora.rank=32, say, or dmd.role_storage=colocated_independent)")
+    if is_shared and config.teacher.dtype != dmd.dtype:
+        raise ConfigError(f"teacher.dtype: {config.teacher.dtype}, but dmd.dtype={dmd.dtype}, and in dmd.role_storage="
+                          "shared_base_adapters the teacher is the base of all roles "
+                          f"(set teacher.dtype={dmd.dtype})")
+    if lora.targets == ():
+        raise ConfigError("lora.targets: the list is empty (name layers, or set null for the architecture's own list)")
+    if len(set(lora.adapters)) < len(lora.adapters):
+        raise ConfigError(f"lora.adapters: {_clip(_show(lora.adapters))} gives two roles one name, hence one adapter "
+                          "(give student, fake score and EMA names of their own)")
+    for name in lora.adapters:
+        if not (name.isascii() and name.isidentifier()):
+            raise ConfigError(f"lora.adapters: '{_clip(name)}' cannot name an adapter (use letters, digits and _)")
+
+
+def _check_score_times(dmd: DMDMethodConfig, role: Literal["student", "fake_score"]) -> None:
+    law = score_time_law(dmd, role)
+    low, high, num_steps = law["low"], law["high"], law["discrete_steps"]
+    keys = {key: f"dmd.score_{key}" if role == "student" or getattr(dmd, f"fake_{key}") is None else f"dmd.fake_{key}"
+            for key in ("times", "sigma_min", "sigma_max")}
+    if low >= high:
+        raise ConfigError(f"{keys['sigma_min']}: {low} is not below {keys['sigma_max']}={high} "
+                          "(the defaults are 0.02 and 0.98)")
+    if law["law"] == "inside" and num_steps and math.ceil(low * num_steps) > math.floor(high * num_steps):
+        raise ConfigError(f"{keys['times']}: inside, but no k / {num_steps} lies in [{low}, {high}] "
+                          "(raise dmd.score_discrete_steps, or set it to 0)")
 
 
 def _check_reuse(dmd: DMDMethodConfig) -> None:
@@ -683,6 +844,15 @@ def _check_keys(kind: type, tree: dict[str, Any], prefix: str, options: tuple[st
             _check_keys(known[key], value, f"{prefix}{key}.", options)
 
 
+def _fill_in_convention(tree: dict[str, Any]) -> None:
+    """Add the preset of dmd.convention to the section, for the keys that are not in it."""
+    section = tree.get("dmd")
+    if isinstance(section, dict) and "convention" in section:
+        name = _coerce(section["convention"], Convention | None, "dmd.convention")
+        for key, value in PRESETS.get(name, {}).items():
+            section.setdefault(key, _Scalar(_show(value), True, f"convention {name}"))
+
+
 def _build(kind: type, tree: Any, path: str, default: Any = MISSING) -> Any:
     """A dataclass from a section of the tree; `default` supplies the keys left out, else the class does."""
     if not isinstance(tree, dict):
@@ -792,10 +962,13 @@ def _unexpected(path: str, expectation: str, value: Any, remedy: str) -> ConfigE
 
 def _unknown_key(prefix: str, key: str, value: Any, siblings: Iterable[str], options: tuple[str, ...]) -> ConfigError:
     """Names the nearest key of the section and keys of that name in other sections, else the section's keys."""
+    where = f"{value.where}: " if isinstance(value, _Scalar) else ""
+    if prefix + key in ("dmd.teacher_optim", "dmd.student_ema_optim"):
+        return ConfigError(f"{where}{prefix}{key}: the role {key.removesuffix('_optim')} is frozen and takes no "
+                           "optimizer (remove the key)")
     near = [prefix + name for name in difflib.get_close_matches(key[:100], siblings, n=1)]
     near += [option for option in options if option.rpartition(".")[2] == key]
     hint = f"did you mean {' or '.join(near)}?" if near else f"its section has: {', '.join(siblings)}"
-    where = f"{value.where}: " if isinstance(value, _Scalar) else ""
     return ConfigError(f"{where}{_clip(prefix + key)}: unknown key ({hint})")
 
 
@@ -812,6 +985,8 @@ def _leaves(config: Any, prefix: str = "", defaults: Any = MISSING) -> Iterator[
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default if defaults is MISSING else getattr(defaults, field.name)
+        if isinstance(value, DMDMethodConfig):
+            default = dataclasses.replace(default, **PRESETS.get(value.convention, {}))
         if dataclasses.is_dataclass(value):
             yield from _leaves(value, f"{prefix}{field.name}.", default)
         else:

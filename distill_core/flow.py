@@ -10,7 +10,7 @@ kept): at s near 0 or 1 the differences taken here have no digits left in bf16.
 
 Shapes: B batch, x [B, ...], noise levels s, alpha, sigma [B] or [B, 1, ..., 1], S steps of a few-step student.
 
-    s = sample_times(len(x0), generator=generator, device=x0.device, shift=3.0)
+    s = score_times(u_B, shift=3.0)                                # u_B uniform in (0, 1]
     x_s = add_noise(x0, noise, s)
     v = guide(net(x_s, s, labels), net(x_s, s, null), scale=4.0)
     x0_real = x0_from_velocity(x_s, v, s)
@@ -18,6 +18,7 @@ Shapes: B batch, x [B, ...], noise levels s, alpha, sigma [B] or [B, 1, ..., 1],
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 
@@ -114,23 +115,42 @@ def shift_time(s: float | Tensor, shift: float) -> float | Tensor:
     return shift * s / (1.0 + (shift - 1.0) * s)
 
 
-def sample_times(num: int, *, generator: torch.Generator, device: torch.device | str, discrete_steps: int = 1000,
-                 shift: float = 1.0, low: float = 0.02, high: float = 0.98) -> Tensor:
-    """Noise levels [num] in fp32, one per sample: uniform, then shifted, then clamped to [low, high].
+def score_times(u_B: Tensor, *, law: str = "clamp", discrete_steps: int = 1000, shift: float = 1.0, low: float = 0.02,
+                high: float = 0.98) -> Tensor:
+    """Noise levels [B] in fp32 of a score loss, from numbers uniform in (0, 1].
 
-    discrete_steps: levels are drawn from k / discrete_steps, k = 0 ... discrete_steps - 1 (0: from the continuum). The
-    clamp gathers what lies outside: at shift 5 and the default range 9.3 % of all draws are exactly `high`. Drawn on
-    the generator's own device, so that a CPU generator gives the same levels on any device.
+    law, with T = discrete_steps (0: the continuum):
+    "clamp": uniform on 0, 1/T ... (T - 1)/T, shifted, clamped to [low, high] (CausVid, Self-Forcing, verl-omni). The
+        clamp gathers what lies outside: at shift 5 and the default range 9 % of all levels are exactly `high`.
+    "ceil": the same on 1/T ... 1 (LightX2V).
+    "inside": uniform on the k/T in [low, high], shifted, clamped. Without a shift none is gathered (DMD2's
+        randint(20, 981)); FastGen's with one.
     """
     if not 0.0 <= low < high <= 1.0:
         raise ValueError(f"low and high must satisfy 0 <= low < high <= 1, got {low} and {high}")
     if discrete_steps < 0:
         raise ValueError(f"discrete_steps must be 0 (continuous) or positive, got {discrete_steps}")
+    if law not in ("clamp", "inside", "ceil"):
+        raise ValueError(f"law {law!r}: choose clamp, inside or ceil")
     if discrete_steps == 0:
-        s = torch.rand(num, generator=generator, device=generator.device)
+        s = low + (high - low) * u_B if law == "inside" else u_B
     else:
-        s = torch.randint(discrete_steps, (num,), generator=generator, device=generator.device) / discrete_steps
-    return shift_time(s, shift).clamp(low, high).to(device)
+        first, last = {"clamp": (0, discrete_steps - 1), "ceil": (1, discrete_steps),
+                       "inside": (math.ceil(low * discrete_steps), math.floor(high * discrete_steps))}[law]
+        if first > last:
+            raise ValueError(f"law inside: no k / {discrete_steps} lies in [{low}, {high}]")
+        s = (first + (u_B * (last - first + 1)).ceil() - 1.0) / discrete_steps
+    return shift_time(s.float(), shift).clamp(low, high)
+
+
+def sample_times(num: int, *, generator: torch.Generator, device: torch.device | str, discrete_steps: int = 1000,
+                 shift: float = 1.0, low: float = 0.02, high: float = 0.98) -> Tensor:
+    """Noise levels [num] in fp32, one per sample: `score_times` by the law "clamp".
+
+    Drawn on the generator's own device, so that a CPU generator gives the same levels on any device.
+    """
+    u_B = 1.0 - torch.rand(num, generator=generator, device=generator.device)
+    return score_times(u_B, discrete_steps=discrete_steps, shift=shift, low=low, high=high).to(device)
 
 
 def student_grid(num_steps: int, shift: float) -> list[float]:

@@ -23,14 +23,16 @@ from torch.distributed.tensor import DTensor
 
 
 def shard(model: nn.Module, units: Sequence[Sequence[nn.Module]], mesh: DeviceMesh, *,
-          compute_dtype: torch.dtype | None = None, offload: bool = False) -> None:
+          compute_dtype: torch.dtype | None = None, offload: bool = False, cast_forward_inputs: bool = True) -> None:
     """Shard `units` (modules gathered together) and then the rest of `model` over a 1-D mesh, in place.
 
     compute_dtype: cast for forward and backward; parameters keep theirs, and gradients are reduced in fp32.
     offload: keep shards in host memory (needs an accelerator).
+    cast_forward_inputs: inputs too; False where the model casts what may be cast (a noise level must stay fp32).
     Everything is resharded after its forward, the root too: a root that stays gathered would go stale at the next step.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None,
+                                  cast_forward_inputs=cast_forward_inputs)
     offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for unit in [*units, [model]]:
         fully_shard(list(unit) if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy,

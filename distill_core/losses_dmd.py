@@ -30,7 +30,7 @@ class DMDGradient(NamedTuple):
     """What `dmd_gradient` returns, detached."""
 
     g: Tensor  # [B, ...], finite
-    normaliser_B: Tensor  # Z, floored
+    normaliser_B: Tensor  # Z, as it divided
     num_nonfinite: Tensor  # int64 scalar: entries of g that were not finite and are 0 now
 
 
@@ -46,21 +46,36 @@ class NoiseBins(NamedTuple):
 
 
 @torch.no_grad()
-def dmd_gradient(x: Tensor, x0_real: Tensor, x0_fake: Tensor, eps: float = 1e-6) -> DMDGradient:
-    """g = (x0_fake - x0_real) / Z with Z = max(mean |x - x0_real|, eps), the mean over all but the batch dim.
+def dmd_gradient(x: Tensor, x0_real: Tensor, x0_fake: Tensor, eps: float = 1e-6,
+                 normalizer: str = "sample") -> DMDGradient:
+    """g = (x0_fake - x0_real) / Z.
 
     x: the student's clean samples; x0_real, x0_fake: x0 predictions of teacher (guided) and fake score at the noised x.
-    A non-finite entry is counted, then trains nothing; one in x0_real spoils Z and with it its whole sample. One Z for
-    a whole batch (FastVideo): pass each as x[None].
+    normalizer, with the mean of |x - x0_real| over all but the batch dim:
+    "sample": Z = max(mean, eps) of each sample (DMD2, CausVid, Self-Forcing and LightX2V without eps; verl-omni; rCM).
+    "sample_add": Z = mean + eps of each sample (FastGen).
+    "batch": Z = max(mean of the means, eps), one for all (FastVideo, without eps); g then depends on what else is in
+        the micro-batch.
+    A non-finite entry is counted, then trains nothing; one in x0_real spoils Z and with it its whole sample, or batch.
     """
     _check_samples(x, x0_real=x0_real, x0_fake=x0_fake)
     if not eps >= 0.0:
         raise ValueError(f"eps must not be negative, got {eps}")
     x, x0_real, x0_fake = _widen(x, x0_real, x0_fake)
-    normaliser_B = _sample_mean((x - x0_real).abs()).clamp_min(eps)
+    normaliser_B = _normaliser(_sample_mean((x - x0_real).abs()), eps, normalizer)
     g = (x0_fake - x0_real) / normaliser_B.view(-1, *[1] * (x.dim() - 1))
     num_nonfinite = g.isfinite().logical_not().sum()
     return DMDGradient(torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0), normaliser_B, num_nonfinite)
+
+
+def _normaliser(mean_B: Tensor, eps: float, normalizer: str) -> Tensor:
+    if normalizer == "sample":
+        return mean_B.clamp_min(eps)
+    if normalizer == "sample_add":
+        return mean_B + eps
+    if normalizer == "batch":
+        return mean_B.mean().clamp_min(eps).expand_as(mean_B)
+    raise ValueError(f"normalizer {normalizer!r}: choose sample, sample_add or batch")
 
 
 def surrogate_per_sample(x: Tensor, g: Tensor) -> Tensor:
@@ -90,12 +105,38 @@ def dmd_surrogate(x: Tensor, x0_real: Tensor, x0_fake: Tensor, eps: float = 1e-6
 def fake_score_loss_per_sample(v_pred: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
     """[B]: mean((v_pred - (noise - x0))^2) over each sample; no gradient to x0 and noise.
 
-    The target of a flow model is noise - x0, not noise. Weighted by s^2 this is the squared error of x0, by (1 - s)^2
-    that of the noise.
+    The target of a flow model is noise - x0, not noise. Other targets: multiply by `fake_loss_weight`.
     """
     _check_samples(v_pred, x0=x0, noise=noise)
     v_pred, x0, noise = _widen(v_pred, x0.detach(), noise.detach())
     return _sample_mean((v_pred - (noise - x0)).square())
+
+
+def fake_loss_weight(s_B: Tensor, form: str) -> Tensor:
+    """[B]: what turns the squared error of the flow velocity at noise level s into that of another target.
+
+    At a given x_s the predictions are tied, x0 = x_s - s v and noise = x_s + (1 - s) v, and so are their errors. With
+    |dv|^2 for the squared error of v:
+    "flow": 1.
+    "x0":   |dx0|^2 = s^2 |dv|^2.
+    "eps":  |dnoise|^2 = (1 - s)^2 |dv|^2, whichever path the network lives on.
+    "edm":  (1 / sigma^2 + 1 / sigma_data^2) |dx0|^2 with sigma = s / (1 - s) and sigma_data = 1/2 (DMD2's ImageNet):
+            ((1 - s)^2 / s^2 + 4) s^2 = (1 - s)^2 + 4 s^2, finite at both ends.
+    "vp_v": the velocity alpha noise - sigma x0 of the path alpha = (1 - s) / r, sigma = s / r, r^2 = (1 - s)^2 + s^2.
+            Its error is |dx0|^2 / sigma^2 (rCM, with sigma = sin t): r^2 = (1 - s)^2 + s^2.
+    """
+    s_B, = _widen(s_B)
+    if form == "flow":
+        return torch.ones_like(s_B)
+    if form == "x0":
+        return s_B.square()
+    if form == "eps":
+        return (1.0 - s_B).square()
+    if form == "edm":
+        return (1.0 - s_B).square() + 4.0 * s_B.square()
+    if form == "vp_v":
+        return (1.0 - s_B).square() + s_B.square()
+    raise ValueError(f"form {form!r}: choose flow, x0, eps, edm or vp_v")
 
 
 def fake_score_loss(v_pred: Tensor, x0: Tensor, noise: Tensor) -> Tensor:

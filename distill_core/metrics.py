@@ -214,17 +214,32 @@ OPD_COLUMNS = (
     Column("train s", "time/train_s", 7, "fixed", decimals=2),
     Column("tok/s", "tokens_per_s", 6, "count"),
 )
+DMD_COLUMNS = (
+    Column("|g|", "dmd/gradient_norm", 8, "number"),
+    Column("gap", "dmd/teacher_fake_gap", 8, "number"),
+    Column("fake loss", "fake_score/loss", 9, "number"),
+    Column("std", "student/sample_std", 6, "fixed"),
+    Column("S grad", "student/grad_norm", 8, "number"),
+    Column("F grad", "fake_score/grad_norm", 8, "number"),
+    Column("lr", "student/lr", 8, "exponent"),
+    Column("student s", "time/student_s", 9, "fixed", decimals=2),
+    Column("fake s", "time/fake_score_s", 6, "fixed", decimals=2),
+    Column("cycle s", "time/cycle_s", 7, "fixed", decimals=2),
+    Column("samples/s", "samples_per_s", 9, "count"),
+)
 
 
 class Console:
-    """Aligned rows of a run, for one rank to print: S = student, T = teacher, eta = time left.
+    """Aligned rows of a run, for one rank to print: S = student, T = teacher, F = fake score, eta = time left.
 
-    The eta rests on a moving average of the time between rows (so evaluations count), which leaves out the first step.
+    `unit` is what a step is called. The eta rests on a moving average of the time between rows (so evaluations count),
+    which leaves out the first step.
     """
 
-    def __init__(self, max_steps: int, *, columns: Sequence[Column] = OPD_COLUMNS, title_every: int = 20,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_steps: int, *, columns: Sequence[Column] = OPD_COLUMNS, unit: str = "step",
+                 title_every: int = 20, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_steps, self._columns, self._title_every, self._clock = max_steps, columns, title_every, clock
+        self._step_title = f"{unit}/max"
         self._num_rows = 0
         self._last: tuple[int, float] | None = None  # step and time of the row before
         self._step_s = self._weight = 0.0  # moving average, and the weight it has gathered (bias correction)
@@ -239,10 +254,10 @@ class Console:
 
     def title(self) -> str:
         titles = [column.title.rjust(column.width) for column in self._columns]
-        return " ".join(["step/max".rjust(self._step_width()), *titles, "eta".rjust(6)])
+        return " ".join([self._step_title.rjust(self._step_width()), *titles, "eta".rjust(6)])
 
     def _step_width(self) -> int:
-        return max(2 * len(str(self._max_steps)) + 1, len("step/max"))
+        return max(2 * len(str(self._max_steps)) + 1, len(self._step_title))
 
     def _step_cell(self, step: int) -> str:
         return fit_text(f"{step}/{self._max_steps}", self._step_width())

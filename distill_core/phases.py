@@ -3,11 +3,13 @@
 stopped without any state.
 
     role, cycle, index = phase_at(attempt, fake_update_ratio=2)      # student, fake_score, fake_score, student, ...
+    step = exit_step_at(cycle, num_steps=4, rule="uniform", seed=0, stream="student")
     lr = lr_at(step, lr=1e-6, schedule="cosine", warmup_steps=10, max_steps=1000, min_lr_frac=0.1)
 """
 from __future__ import annotations
 
 import math
+import random
 from typing import NamedTuple
 
 
@@ -32,6 +34,23 @@ def phase_at(attempt: int, fake_update_ratio: int, warmup_cycles: int = 0) -> Ph
         return Phase("fake_score", *divmod(attempt, fake_update_ratio))
     cycle, index = divmod(past_warmup, 1 + fake_update_ratio)
     return Phase("student" if index == 0 else "fake_score", warmup_cycles + cycle, index)
+
+
+def exit_step_at(turn: int, *, num_steps: int, rule: str, seed: int, stream: str) -> int:
+    """The step of a few-step rollout that the turn-th attempt of a role trains, 0 ... num_steps - 1.
+
+    uniform: drawn, equal on every rank since it depends on the arguments only (others draw it on one rank and broadcast
+    it); `stream`, the role's name, keeps two roles apart. last. round_robin: one after the other.
+    """
+    if num_steps < 1 or turn < 0:
+        raise ValueError(f"num_steps must be at least 1 and turn at least 0, got {num_steps} and {turn}")
+    if rule == "uniform":
+        return random.Random(f"exit step {stream} {seed} {turn}").randrange(num_steps)
+    if rule == "last":
+        return num_steps - 1
+    if rule == "round_robin":
+        return turn % num_steps
+    raise ValueError(f"exit step rule {rule!r}: choose uniform, last or round_robin")
 
 
 def lr_at(step: int, *, lr: float, schedule: str, warmup_steps: int, max_steps: int, min_lr_frac: float) -> float:

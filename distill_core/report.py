@@ -1,36 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""report.html: one self-contained page with the curves of a run, its evaluations, settings and sample texts.
+"""report.html: one self-contained page with the curves of a run, its evaluations, settings and samples.
 
     python -m distill_core.report runs/quickstart        # writes runs/quickstart/report.html
     write_report("runs/quickstart")                      # the same from a script, while the run goes on
 
 Reads `metrics.jsonl` (format: metrics.py), and where they exist `config.yaml`, `command.txt` and `samples/step_*.jsonl`
 (one object a line: prompt, response, answer, correct, finished, kl, length; all but the texts optional) or
-`step_*.txt`. Events named "start" or "resumed" may carry fields: "changed" [text, ...], what differs from the default
-config, is listed under Settings; other plain fields (device, torch, ranks, ...) are the facts in the header. Metrics a
-run lacks are left out, and metrics that no plot below names get plots of their own. The page has no script, loads
-nothing, and escapes every text of the run.
+`step_*.txt`, and the pictures `samples/step_*.png` and `samples/teacher_*_steps.png`. The config's `job` chooses the
+plots; the steps of a dmd run are called cycles. Events named "start" or "resumed" may carry fields: "changed" [text,
+...], what differs from the default config, is listed under Settings; other plain fields (device, torch, ranks, ...) are
+the facts in the header. Metrics a run lacks are left out, and metrics that no plot below names get plots of their own.
+The page has no script, loads nothing, and escapes every text of the run.
 """
 from __future__ import annotations
 
 import argparse
+import base64
 import html
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from distill_core.metrics import human_count, human_time, read_jsonl
+from distill_core.metrics import human_bytes, human_count, human_time, read_jsonl
 
 Points = list[tuple[int, float]]  # (step, value) by rising step; nan is a gap
 
@@ -41,9 +44,11 @@ class Plot(NamedTuple):
     note: str  # how to read it
     unit: str = ""  # frac | s | GiB (of a metric in bytes)
     is_stacked: bool = False
+    keep_twins: bool = False  # also show a curve that equals another
 
 
-SECTIONS = {
+PEAK_MEMORY = Plot("Peak memory", {"memory_peak_bytes": "peak"}, "GiB, of the fullest rank", "GiB")
+OPD_SECTIONS = {
     "Evaluation": (
         Plot("Exact match", {"eval/exact_match": "exact match", "eval/mean_at_n": "mean@n", "eval/pass_at_n": "pass@n"},
              "held-out prompts answered right", "frac"),
@@ -71,10 +76,62 @@ SECTIONS = {
         Plot("Time per step", {"time/roll_s": "rollout", "time/teacher_wait_s": "teacher wait", "time/train_s": "train",
                                "time/other_s": "other"}, "seconds, without evaluations", "s", is_stacked=True),
         Plot("Throughput", {"tokens_per_s": "tokens/s"}, "response tokens per second, all ranks"),
-        Plot("Peak memory", {"memory_peak_bytes": "peak"}, "GiB, of the fullest rank", "GiB"),
+        PEAK_MEMORY,
     ),
 }
-NOT_PLOTTED = {"step", "time", "kind", "tokens", "step_applied", "skipped_steps", "time/step_s", "eval/time_s"}
+ROLES = {"student": "student", "fake_score": "fake score", "discriminator": "discriminator"}
+NOISE_BINS = ("0.0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1.0")
+MAX_EXITS = 16
+
+
+def by_noise(title: str, metric: str, note: str) -> Plot:
+    return Plot(title, {metric: "all", **{f"{metric}/{noise}": noise for noise in NOISE_BINS}}, note)
+
+
+def by_role(title: str, metric: str, note: str) -> Plot:
+    return Plot(title, {f"{role}/{metric}": label for role, label in ROLES.items()}, note, keep_twins=True)
+
+
+DMD_SECTIONS = {
+    "Evaluation": (
+        Plot("Std of samples", {"eval/sample_std": "student", "eval/teacher_std": "teacher"},
+             "over samples, mean of all elements"),
+        Plot("Mean of samples", {"eval/sample_mean": "mean"}, "over samples and elements"),
+    ),
+    "Distribution matching": (
+        by_noise("Gradient |g|", "dmd/gradient_norm", "rms, by noise level"),
+        by_noise("Teacher-fake gap", "dmd/teacher_fake_gap", "rms of x0 teacher - x0 fake, by noise level"),
+        by_noise("Fake loss", "fake_score/loss", "of the fake score's velocity, by noise level"),
+        Plot("Normaliser", {"dmd/normalizer": "Z"}, "mean |x - the teacher's x0| of a sample"),
+        Plot("Loss", {"dmd/loss": "loss"}, "mean(g^2) / 2 of the student"),
+        Plot("Not finite", {"dmd/nonfinite": "count"}, "values of g, set to 0"),
+    ),
+    "Adversarial terms": (
+        Plot("GAN losses", {"gan/generator_loss": "student", "gan/discriminator_loss": "discriminator"}, "softplus"),
+        Plot("GAN gradient", {"gan/gradient_ratio": "ratio"}, "|g of the GAN| / |g|"),
+    ),
+    "Training": (
+        Plot("Std in training", {"student/sample_std": "std"}, "of the student's x0, at all exits"),
+        Plot("Mean in training", {"student/sample_mean": "mean"}, "of the student's x0, at all exits"),
+        by_role("Gradient norm", "grad_norm", "before clipping"),
+        by_role("Learning rate", "lr", "of the optimizers"),
+        by_role("Updates", "update_applied", "applied in a cycle"),
+        by_role("Skipped updates", "skip_nonfinite", "not finite, so far"),
+    ),
+    "Rollout, time and memory": (
+        Plot("Rollout exits", {f"dmd/rollout_exit/{step}": f"exit {step}" for step in range(MAX_EXITS)},
+             "student attempts, by the rollout step that they train", is_stacked=True),
+        Plot("Time per cycle", {f"time/{role}_s": label for role, label in ROLES.items()},
+             "seconds, without evaluations", "s", is_stacked=True),
+        Plot("Throughput", {"samples_per_s": "samples/s"}, "samples per second, all roles and ranks"),
+        PEAK_MEMORY,
+    ),
+}
+NOT_PLOTTED = {"step", "time", "kind", "tokens", "step_applied", "skipped_steps", "time/step_s", "time/cycle_s",
+               "eval/time_s", *(f"{role}/steps" for role in ROLES)}
+DMD_FACTS = ("student_steps", "role_storage", "export_role")  # options shown in the header
+MEASURED_ONCE = {"eval/teacher_std"}  # drawn as a line through the whole run
+MAX_PICTURE_BYTES, MAX_PAGE_PICTURE_BYTES = 2**20, 2**22  # larger pictures, and those past the sum, are links
 MARK_KINDS = {"resumed": "resumed", "skip": "skipped step", "alarm": "alarm"}  # later ones are drawn over earlier ones
 
 
@@ -91,6 +148,21 @@ class Run:
     evals: list[dict[str, Any]]
     events: list[dict[str, Any]]
     samples: list[tuple[int, dict[str, Any]]]  # (step, sample) by rising step
+    pictures: list[tuple[int, Path]] = field(default_factory=list)  # (step, PNG file) by rising step
+    teacher_pictures: list[tuple[int, Path]] = field(default_factory=list)  # (sampling steps, PNG file), falling
+
+    @property
+    def is_dmd(self) -> bool:
+        return self.config.get("job") == "dmd"
+
+    @property
+    def step_name(self) -> str:
+        """What a step is called."""
+        return "cycle" if self.is_dmd else "step"
+
+    @property
+    def sections(self) -> dict[str, tuple[Plot, ...]]:
+        return DMD_SECTIONS if self.is_dmd else OPD_SECTIONS
 
 
 def read_run(run_dir: str | Path) -> Run:
@@ -105,7 +177,9 @@ def read_run(run_dir: str | Path) -> Run:
     config_text = _text_of(folder / "config.yaml")
     return Run(folder=folder, config=_parse_config(config_text, folder / "config.yaml"), config_text=config_text,
                command=_text_of(folder / "command.txt"), train=_by_step(by_kind["train"]),
-               evals=_by_step(by_kind["eval"]), events=by_kind["event"], samples=_read_samples(folder / "samples"))
+               evals=_by_step(by_kind["eval"]), events=by_kind["event"], samples=_read_samples(folder / "samples"),
+               pictures=_numbered(folder / "samples", r"step_([0-9]+)\.png"),
+               teacher_pictures=_numbered(folder / "samples", r"teacher_([0-9]+)_steps\.png")[::-1])
 
 
 def _text_of(path: Path) -> str:
@@ -152,8 +226,14 @@ def _read_samples(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     return sorted(samples, key=itemgetter(0))
 
 
-def points_of(lines: Iterable[dict[str, Any]], key: str) -> Points:
+def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
+    """Files whose whole name fits `pattern`, sorted by the number that is its group."""
+    return sorted((int(match[1]), path) for path in folder.glob("*") if (match := re.fullmatch(pattern, path.name)))
+
+
+def points_of(run: Run, key: str) -> Points:
     """(step, value) of a metric; null becomes nan, lines without the metric are passed over."""
+    lines = run.evals if key.startswith("eval/") else run.train
     return [(line["step"], math.nan if line[key] is None else line[key]) for line in lines if key in line]
 
 
@@ -162,8 +242,8 @@ def finite_points(points: Points) -> Points:
 
 
 def extra_plots(run: Run) -> tuple[Plot, ...]:
-    """One plot for each numeric metric that SECTIONS does not name (at most 24)."""
-    known = NOT_PLOTTED | {key for plots in SECTIONS.values() for plot in plots for key in plot.curves}
+    """One plot for each numeric metric that the sections do not name (at most 24)."""
+    known = NOT_PLOTTED | {key for plots in run.sections.values() for plot in plots for key in plot.curves}
     names = {key for lines in (run.train, run.evals) for line in (lines[:1] + lines[-1:])
              for key, value in line.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
     return tuple(Plot(name, {name: name}, "") for name in sorted(names - known)[:24])
@@ -211,11 +291,17 @@ def nice_ticks(low: float, high: float, *, count: int = 5) -> list[float]:
     return [index * spacing for index in range(math.ceil(low / spacing - 1e-9), math.floor(high / spacing + 1e-9) + 1)]
 
 
+class Span(NamedTuple):
+    """The steps of a run, from left to right in every plot."""
+    first: int
+    last: int
+    step_name: str = "step"
+
+
 @dataclass(frozen=True)
 class Frame:
     """Maps steps and values to pixels of the viewBox."""
-    first: float
-    last: float
+    span: Span
     low: float  # of the value, or of its log10
     high: float
     is_log: bool = False
@@ -223,7 +309,8 @@ class Frame:
     left, right, top, bottom = 50, 374, 12, 156  # pixels in a viewBox of 380 x 176
 
     def x(self, step: float) -> float:
-        return self.left + (self.right - self.left) * (step - self.first) / (self.last - self.first)
+        first, last, _ = self.span
+        return self.left + (self.right - self.left) * (step - first) / (last - first)
 
     def y(self, value: float) -> float:
         position = math.log10(value) if self.is_log else value
@@ -236,12 +323,11 @@ class Frame:
         return [10.0 ** power for power in decades[::max(1, len(decades) // 5)]]
 
 
-def frame_of(values: Sequence[float], steps: tuple[int, int], *, unit: str = "", from_zero: bool = False) -> Frame:
+def frame_of(values: Sequence[float], span: Span, *, unit: str = "", from_zero: bool = False) -> Frame:
     """A frame around finite values, a little wider than they; log scale when spikes would flatten the rest."""
-    first, last = steps
     low, high = min(values), max(values)
     if not from_zero and low > 0 and high > 50 * statistics.median(values):
-        return Frame(first, last, math.floor(math.log10(low)), math.ceil(math.log10(high)), is_log=True)
+        return Frame(span, math.floor(math.log10(low)), math.ceil(math.log10(high)), is_log=True)
     if from_zero:
         low = min(low, 0.0)
     pad = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
@@ -249,7 +335,7 @@ def frame_of(values: Sequence[float], steps: tuple[int, int], *, unit: str = "",
     if unit == "frac" and 0 <= min(values) and max(values) <= 1:
         low, high = max(low, 0.0), min(high, 1.0)
         low, high = (low, high) if low < high else (0.0, 1.0)
-    return Frame(first, last, low, high)
+    return Frame(span, low, high)
 
 
 def number(value: float, unit: str = "") -> str:
@@ -277,10 +363,13 @@ def axes_svg(frame: Frame) -> str:
         y = frame.y(value)
         parts.append(f'<path class="grid" d="M{frame.left} {y:.1f}H{frame.right}"/>'
                      f'<text x="{frame.left - 7}" y="{y + 4:.1f}" text-anchor="end">{tick(value)}</text>')
-    for step in nice_ticks(frame.first, frame.last, count=5):
+    for step in nice_ticks(frame.span.first, frame.span.last, count=5):
         if step == round(step):
             parts.append(f'<text x="{frame.x(step):.1f}" y="{frame.bottom + 16}" text-anchor="middle">'
                          f'{tick(step)}</text>')
+    name = frame.span.step_name
+    if name != "step":  # which is what an axis without a name shows
+        parts.append(f'<text x="{frame.left - 7}" y="{frame.bottom + 16}" text-anchor="end">{name}</text>')
     return "".join(parts)
 
 
@@ -343,8 +432,8 @@ def hover_svg(frame: Frame, curves: Sequence[Curve], unit: str) -> str:
         texts = [f"{escape(curves[index].label)} {_bucket_text(bucket, unit)}" for index, bucket in present]
         dots = [f'<circle class="c{index}" cx="{frame.x(step):.1f}" cy="{frame.y(bucket.mean):.1f}" r="3.5"/>'
                 for index, bucket in present]
-        strips.append(f'<g><title>{"&#10;".join([f"step {step:,}", *texts])}</title><path d="M{left:.1f} {frame.top}'
-                      f'H{right:.1f}V{frame.bottom}H{left:.1f}z"/>{"".join(dots)}</g>')
+        strips.append(f'<g><title>{"&#10;".join([f"{frame.span.step_name} {step:,}", *texts])}</title>'
+                      f'<path d="M{left:.1f} {frame.top}H{right:.1f}V{frame.bottom}H{left:.1f}z"/>{"".join(dots)}</g>')
     return f'<g class="hover">{"".join(strips)}</g>'
 
 
@@ -360,7 +449,7 @@ def marks_svg(frame: Frame, marks: Sequence[Mark], *, spacing: int = 6) -> str:
         x = frame.x(mark.step)
         shown[kinds.index(mark.kind), round(x / spacing)] = (round(x), mark)
     return "".join(
-        f'<g class="mark {mark.kind}"><title>step {mark.step:,}: {escape(mark.message[:100])}</title>'
+        f'<g class="mark {mark.kind}"><title>{frame.span.step_name} {mark.step:,}: {escape(mark.message[:100])}</title>'
         f'<path d="M{x} {frame.top}V{frame.bottom}"/><path class="flag" d="M{x - 4} {frame.top - 8}h8l-4 8z"/></g>'
         for _, (x, mark) in sorted(shown.items()))
 
@@ -370,7 +459,8 @@ def stack_svg(frame: Frame, curves: Sequence[Curve]) -> str:
     steps = [bucket.step for bucket in curves[0].buckets]
     middles = [(a + b) / 2 for a, b in zip(steps, steps[1:], strict=False)]
     half = middles[0] - steps[0] if middles else 0.5
-    xs = [frame.x(edge) for edge in (max(steps[0] - half, frame.first), *middles, min(steps[-1] + half, frame.last))]
+    xs = [frame.x(edge) for edge in (max(steps[0] - half, frame.span.first), *middles,
+                                   min(steps[-1] + half, frame.span.last))]
     below, areas = [0.0] * len(steps), []
     for index, curve in enumerate(curves):
         above = [low + bucket.mean for low, bucket in zip(below, curve.buckets, strict=True)]
@@ -385,28 +475,31 @@ def stack_svg(frame: Frame, curves: Sequence[Curve]) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Figures
 
-def figure(plot: Plot, run: Run, steps: tuple[int, int], marks: str) -> str:
+def figure(plot: Plot, run: Run, span: Span, marks: str) -> str:
     """A plot with its caption and `marks` (SVG); an empty string when the run has no finite value for it."""
     curves: list[Curve] = []
     for key, label in plot.curves.items():
-        points = points_of(run.evals if key.startswith("eval/") else run.train, key)
+        points = points_of(run, key)
+        if key in MEASURED_ONCE and points:
+            points = [(line["step"], points[-1][1]) for line in run.evals]
         if plot.unit == "GiB":
             points = [(step, value / 2**30) for step, value in points]
         curve = curve_of(label, points)
         # With n = 1, mean@n and pass@n are the exact match once more.
-        if curve.finite and not any(points == other.points for other in curves):
+        if curve.finite and (plot.keep_twins or not any(points == other.points for other in curves)):
             curves.append(curve)
     if not curves:
         return ""
     values = [value for curve in curves for _, value in curve.finite]
-    frame = frame_of(values, steps, unit=plot.unit)
+    frame = frame_of(values, span, unit=plot.unit)
     body = (axes_svg(frame) + "".join(curve_svg(frame, curve, index) for index, curve in enumerate(curves))
             + hover_svg(frame, curves, plot.unit) + marks)
-    stats = [_stat(curve, f"c{index}" if len(curves) > 1 else "", plot.unit) for index, curve in enumerate(curves)]
-    return _card(plot, stats, body, is_log=frame.is_log)
+    stats = [_stat(curve, span, plot.unit, label=f"c{index}" if len(curves) > 1 else "", brief=len(curves) > 3)
+             for index, curve in enumerate(curves)]
+    return _card(plot, frame, stats, body)
 
 
-def stacked_figure(plot: Plot, run: Run, steps: tuple[int, int], marks: str) -> str:
+def stacked_figure(plot: Plot, run: Run, span: Span, marks: str) -> str:
     """The same for parts of a whole, as areas; what is missing or not finite counts as 0."""
     lines = [line for line in run.train if any(key in line for key in plot.curves)]
     curves = [curve_of(label, [(line["step"], _finite(line.get(key))) for line in lines])
@@ -415,34 +508,34 @@ def stacked_figure(plot: Plot, run: Run, steps: tuple[int, int], marks: str) -> 
     if not curves:
         return ""
     totals = [sum(bucket.mean for bucket in buckets) for buckets in zip(*[c.buckets for c in curves], strict=True)]
-    frame = frame_of(totals, steps, unit=plot.unit, from_zero=True)
+    frame = frame_of(totals, span, unit=plot.unit, from_zero=True)
     body = (axes_svg(frame) + stack_svg(frame, curves)
             # Dots would stand at the height of a part by itself, so the style hides them here.
             + f'<g class="stacked">{hover_svg(frame, curves, plot.unit)}</g>' + marks)
     shares = [sum(bucket.mean for bucket in curve.buckets) / sum(totals) for curve in curves]
     stats = [f'<span class="c{index}"><i></i>{curve.label} <b>{share:.0%}</b></span>'
              for index, (curve, share) in enumerate(zip(curves, shares, strict=True))]
-    return _card(plot, stats, body)
+    return _card(plot, frame, stats, body)
 
 
 def _finite(value: float | None) -> float:
     return value if value is not None and math.isfinite(value) else 0.0
 
 
-def _stat(curve: Curve, css_class: str, unit: str) -> str:
-    """Last value and extremes (and under the pointer their steps); with a class, as an entry of the legend."""
+def _stat(curve: Curve, span: Span, unit: str, *, label: str, brief: bool) -> str:
+    """Last value, extremes unless brief, under the pointer their steps; an entry of the legend if label is a class."""
     (low_step, low), (high_step, high) = min(curve.finite, key=itemgetter(1)), max(curve.finite, key=itemgetter(1))
-    label = f"<i></i>{escape(curve.label)} " if css_class else ""
-    return (f'<span class="{css_class}" title="min at step {low_step:,}, max at step {high_step:,}">{label}'
-            f'<b>{number(curve.finite[-1][1], unit)}</b> '
-            f'<small>min {number(low, unit)} &middot; max {number(high, unit)}</small></span>')
+    name = f"<i></i>{escape(curve.label)} " if label else ""
+    places = f"min at {span.step_name} {low_step:,}, max at {span.step_name} {high_step:,}"
+    extremes = "" if brief else f" <small>min {number(low, unit)} &middot; max {number(high, unit)}</small>"
+    return f'<span class="{label}" title="{places}">{name}<b>{number(curve.finite[-1][1], unit)}</b>{extremes}</span>'
 
 
-def _card(plot: Plot, stats: Sequence[str], body: str, *, is_log: bool = False) -> str:
-    title = escape(plot.title) + (" (log scale)" if is_log else "")
-    return (f'<figure><figcaption><strong>{title}</strong><span class="note">{escape(plot.note)}</span>'
-            f'<span class="stats">{"".join(stats)}</span></figcaption>'
-            f'<svg viewBox="0 0 380 176" role="img" aria-label="{escape(plot.title)} by step">{body}</svg></figure>')
+def _card(plot: Plot, frame: Frame, stats: Sequence[str], body: str) -> str:
+    title, scale = escape(plot.title), " (log scale)" if frame.is_log else ""
+    return (f'<figure><figcaption><strong>{title}{scale}</strong><span class="note">{escape(plot.note)}</span>'
+            f'<span class="stats">{"".join(stats)}</span></figcaption><svg viewBox="0 0 380 176" role="img" '
+            f'aria-label="{title} by {frame.span.step_name}">{body}</svg></figure>')
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -451,12 +544,13 @@ def _card(plot: Plot, stats: Sequence[str], body: str, *, is_log: bool = False) 
 def render(run: Run) -> str:
     """The whole page as text."""
     name = escape(run.config.get("name") or run.folder.resolve().name)
-    body = _header(run, name) + _headlines(run) + _plots(run) + _samples(run) + _events(run) + _settings(run)
+    body = (_header(run, name) + _headlines(run) + _pictures(run) + _plots(run) + _samples(run) + _events(run)
+            + _settings(run))
     return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             # Nothing may load or run, whatever a sample text holds.
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'">'
-            f'<style>{CSS}</style></head><body><main>{body}</main></body></html>\n')
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; '
+            f'img-src data:"><style>{CSS}</style></head><body><main>{body}</main></body></html>\n')
 
 
 def _plots(run: Run) -> str:
@@ -465,10 +559,10 @@ def _plots(run: Run) -> str:
         return '<p class="note">No steps yet.</p>'
     first, last = min(steps), max(steps)
     marks = [mark for mark in _marks(run) if first <= mark.step <= last]
-    span = (first, last) if first < last else (first - 1, last + 1)
-    marks_shown = marks_svg(Frame(*span, low=0, high=1), marks)  # at the same places in all plots
+    span = Span(first, last, run.step_name) if first < last else Span(first - 1, last + 1, run.step_name)
+    marks_shown = marks_svg(Frame(span, low=0, high=1), marks)  # at the same places in all plots
     parts = [f'<p class="legend">{"".join(_mark_legend(marks))}</p>']
-    for title, plots in {**SECTIONS, "Further metrics": extra_plots(run)}.items():
+    for title, plots in {**run.sections, "Further metrics": extra_plots(run)}.items():
         figures = [(stacked_figure if plot.is_stacked else figure)(plot, run, span, marks_shown) for plot in plots]
         if any(figures):
             parts.append(f'<h2>{title}</h2><div class="plots">{"".join(figures)}</div>')
@@ -491,8 +585,9 @@ def _marks(run: Run) -> list[Mark]:
 
 def _header(run: Run, name: str) -> str:
     last_step = run.train[-1]["step"] if run.train else 0
-    max_steps = run.config.get("max_steps")
-    progress = f"step {last_step:,}" + (f" of {max_steps:,}" if isinstance(max_steps, int) else "")
+    max_steps = run.config.get(f"max_{run.step_name}s")
+    progress = "Distribution matching distillation &middot; " if run.is_dmd else ""
+    progress += f"{run.step_name} {last_step:,}" + (f" of {max_steps:,}" if isinstance(max_steps, int) else "")
     chips = "".join(f"<span><i>{escape(key)}</i>{escape(value)}</span>" for key, value in _facts(run).items())
     return f'<header><h1>{name}</h1><p class="note">{progress}</p><p class="facts">{chips}</p></header>'
 
@@ -505,6 +600,9 @@ def _facts(run: Run) -> dict[str, object]:
             facts.update({key: value for key, value in event.items() if isinstance(value, (str, int, float))})
     for key in ("step", "time", "kind", "event", "message"):
         facts.pop(key, None)
+    method = run.config.get("dmd")
+    if isinstance(method, dict):
+        facts.update({key: method[key] for key in DMD_FACTS if key in method})
     for role in ("student", "teacher"):
         if isinstance(run.config.get(role), dict) and "path" in run.config[role]:
             facts[role] = run.config[role]["path"]
@@ -516,49 +614,87 @@ def _facts(run: Run) -> dict[str, object]:
 
 def _headlines(run: Run) -> str:
     """Cards: first against last evaluation, then what a run is asked about most."""
-    cards = [_change("Exact match", points_of(run.evals, "eval/exact_match"), is_frac=True),
-             _change("pass@n", _unless_twin(run, "eval/pass_at_n", "eval/exact_match"), is_frac=True),
-             _change("Held-out KL", points_of(run.evals, "eval/reverse_kl_full")),
-             _change("Loss", points_of(run.train, "loss")),
-             _step_time(run), _throughput(run)]
+    cards = [*(_dmd_headlines(run) if run.is_dmd else _opd_headlines(run)), _step_time(run), _throughput(run)]
     return f'<div class="cards">{"".join(cards)}</div>' if any(cards) else ""
 
 
+def _opd_headlines(run: Run) -> list[str]:
+    pass_at_n = _change(run, "pass@n", "eval/pass_at_n", is_frac=True)
+    is_twin = points_of(run, "eval/pass_at_n") == points_of(run, "eval/exact_match")
+    return [_change(run, "Exact match", "eval/exact_match", is_frac=True), "" if is_twin else pass_at_n,
+            _change(run, "Held-out KL", "eval/reverse_kl_full"), _change(run, "Loss", "loss")]
+
+
+def _dmd_headlines(run: Run) -> list[str]:
+    return [_change(run, "Teacher-fake gap", "dmd/teacher_fake_gap"),
+            _change(run, "Gradient |g|", "dmd/gradient_norm"), _change(run, "Fake loss", "fake_score/loss"),
+            _change(run, "Std of samples", "eval/sample_std")]
+
+
 def _step_time(run: Run) -> str:
-    step_s = [value for _, value in finite_points(points_of(run.train, "time/step_s"))]
+    step_s = [value for _, value in finite_points(points_of(run, f"time/{run.step_name}_s"))]
     if not step_s:
         return ""
-    return _headline("Training time", human_time(sum(step_s)), f"median step {human_time(statistics.median(step_s))}")
+    median = human_time(statistics.median(step_s))
+    return _headline("Training time", human_time(sum(step_s)), f"median {run.step_name} {median}")
 
 
 def _throughput(run: Run) -> str:
-    rates = [value for _, value in finite_points(points_of(run.train, "tokens_per_s"))]
+    items = "samples" if run.is_dmd else "tokens"
+    rates = [value for _, value in finite_points(points_of(run, f"{items}_per_s"))]
     if not rates:
         return ""
     num_tokens = human_count(sum(_finite(line.get("tokens")) for line in run.train))
-    return _headline("Tokens per second", human_count(statistics.median(rates)), f"median; {num_tokens} tokens in all")
+    below = "median, all roles and ranks" if run.is_dmd else f"median; {num_tokens} tokens in all"
+    return _headline(f"{items.capitalize()} per second", human_count(statistics.median(rates)), below)
 
 
-def _unless_twin(run: Run, key: str, other: str) -> Points:
-    points = points_of(run.evals, key)
-    return [] if points == points_of(run.evals, other) else points
-
-
-def _change(title: str, points: Points, *, is_frac: bool = False) -> str:
+def _change(run: Run, title: str, key: str, *, is_frac: bool = False) -> str:
     """A card with the first and the last finite value; a fraction's change is told in percentage points."""
-    finite = finite_points(points)
+    finite = finite_points(points_of(run, key))
     if not finite:
         return ""
     (first_step, first), (last_step, last) = finite[0], finite[-1]
     shown, before = (f"{last:.1%}", f"{first:.1%}") if is_frac else (number(last), number(first))
     if first_step == last_step:
-        return _headline(title, shown, f"at step {first_step:,}")
+        return _headline(title, shown, f"at {run.step_name} {first_step:,}")
     change = f"{100 * (last - first):+.1f} points" if is_frac else f"x {last / first:.2f}" if first else "from 0"
-    return _headline(title, f"<s>{before} &rarr;</s> {shown}", f"{change} since step {first_step:,}")
+    return _headline(title, f"<s>{before} &rarr;</s> {shown}", f"{change} since {run.step_name} {first_step:,}")
 
 
 def _headline(title: str, value: str, below: str) -> str:
     return f'<div class="card"><span>{title}</span><b>{value}</b><small>{below}</small></div>'
+
+
+def _pictures(run: Run, *, max_pictures: int = 8) -> str:
+    """The teacher's pictures beside each other, and below them the student's over time."""
+    teacher = [(f"teacher, {steps} step{'s' * (steps > 1)}", path) for steps, path in run.teacher_pictures]
+    student = [(f"{run.step_name} {step:,}", path) for step, path in _spread(run.pictures, max_pictures)]
+    held = _embeddable([path for _, path in teacher + student])
+    rows = ["".join(_picture(caption, path, is_embedded=path in held) for caption, path in row)
+            for row in (teacher, student) if row]
+    return "<h2>Samples</h2>" + "".join(f'<div class="pictures">{row}</div>' for row in rows) if rows else ""
+
+
+def _embeddable(paths: Sequence[Path]) -> set[Path]:
+    """Those that are not too large for the page, each and in sum."""
+    held, bytes_left = set(), MAX_PAGE_PICTURE_BYTES
+    for path in paths:
+        size = path.stat().st_size
+        if size <= min(MAX_PICTURE_BYTES, bytes_left):
+            held.add(path)
+            bytes_left -= size
+    return held
+
+
+def _picture(caption: str, path: Path, *, is_embedded: bool) -> str:
+    if is_embedded:
+        content = base64.b64encode(path.read_bytes()).decode()
+        shown = f'<img src="data:image/png;base64,{content}" alt="{caption}">'
+    else:
+        size = human_bytes(path.stat().st_size)
+        shown = f'<a href="samples/{path.name}">{path.name}</a><small>{size}, too large for this page</small>'
+    return f"<figure><figcaption>{caption}</figcaption>{shown}</figure>"
 
 
 def _samples(run: Run, *, max_prompts: int = 8, max_steps: int = 4) -> str:
@@ -610,7 +746,7 @@ def _events(run: Run, *, newest: int = 50) -> str:
     rows = "".join(f"<tr><td>{event['step']:,}</td><td>{escape(event.get('event', ''))}</td>"
                    f"<td>{escape(event.get('message', ''))}</td></tr>" for event in run.events[-newest:])
     left_out = f'<p class="note">the newest {newest} of {len(run.events):,}</p>' if len(run.events) > newest else ""
-    head = "<tr><th>step</th><th>event</th><th>message</th></tr>"
+    head = f"<tr><th>{run.step_name}</th><th>event</th><th>message</th></tr>"
     return f'<h2>Events</h2>{left_out}<table class="plain">{head}{rows}</table>' if rows else ""
 
 
@@ -625,11 +761,11 @@ def _settings(run: Run) -> str:
 
 CSS = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1b2330; --soft: #667085; --rule: #e4e7ec;
-  --c0: #2563eb; --c1: #e07a1f; --c2: #0f9d80; --c3: #98a2b3; --right: #0f8a5f; --wrong: #d0342c; --warn: #d98a00;
-  --on-badge: #fff; }
+  --c0: #2563eb; --c1: #e07a1f; --c2: #0f9d80; --c3: #98a2b3; --c4: #8b5cf6; --c5: #db2777; --c6: #65a30d;
+  --c7: #92400e; --right: #0f8a5f; --wrong: #d0342c; --warn: #d98a00; --on-badge: #fff; }
 @media (prefers-color-scheme: dark) { :root { --page: #0f1319; --card: #181d26; --ink: #e6e9ef; --soft: #98a2b3;
-  --rule: #2a313d; --c0: #6ea8fe; --c1: #f5a55a; --c2: #45cfb0; --c3: #7c8596; --right: #4cc38a; --wrong: #ff7b72;
-  --warn: #f0b441; --on-badge: #10141a; } }
+  --rule: #2a313d; --c0: #6ea8fe; --c1: #f5a55a; --c2: #45cfb0; --c3: #7c8596; --c4: #a78bfa; --c5: #f472b6;
+  --c6: #a3e635; --c7: #d6a06a; --right: #4cc38a; --wrong: #ff7b72; --warn: #f0b441; --on-badge: #10141a; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto,
   sans-serif; overflow-wrap: anywhere; }
@@ -659,7 +795,9 @@ strong, figure b { font-weight: 620; }
 .legend { display: flex; flex-wrap: wrap; gap: 0 16px; font-size: 13px; color: var(--soft); margin: 16px 0 -14px; }
 svg { display: block; width: 100%; height: auto; margin-top: auto; overflow: visible; }
 svg text { fill: var(--soft); font-size: 11.5px; font-variant-numeric: tabular-nums; }
-.c0 { --color: var(--c0); } .c1 { --color: var(--c1); } .c2 { --color: var(--c2); } .c3 { --color: var(--c3); }
+.c0, .c8 { --color: var(--c0); } .c1, .c9 { --color: var(--c1); } .c2, .c10 { --color: var(--c2); }
+.c3, .c11 { --color: var(--c3); } .c4, .c12 { --color: var(--c4); } .c5, .c13 { --color: var(--c5); }
+.c6, .c14 { --color: var(--c6); } .c7, .c15 { --color: var(--c7); }
 .resumed { --color: var(--soft); } .skip { --color: var(--warn); } .alarm { --color: var(--wrong); }
 .grid { stroke: var(--rule); }
 .line { fill: none; stroke: var(--color); stroke-width: 1.8; stroke-linejoin: round; stroke-linecap: round; }
@@ -674,6 +812,9 @@ circle { fill: var(--color); }
 .stacked circle { display: none; }
 .mark path { fill: none; stroke: var(--color); stroke-dasharray: 3 3; pointer-events: none; }
 .mark .flag { fill: var(--color); stroke: none; pointer-events: all; }
+.pictures { display: flex; flex-wrap: wrap; gap: 14px; margin-bottom: 14px; }
+.pictures figcaption { font-size: 13px; }
+img { display: block; max-width: 100%; image-rendering: pixelated; }
 pre, code { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 pre { margin: 0; white-space: pre-wrap; }
 .samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(480px, 100%), 1fr)); gap: 14px; }

@@ -2,7 +2,7 @@
 """A role (module + optimizer + schedule + counters) and `run_phase`, the one place where gradients are accumulated,
 checked, normalised, clipped and applied.
 
-    student = Role("student", model, mesh.get_group(), control=gloo_group, optimizer=adamw(model, ...), lr=schedule)
+    student = Role("student", model, mesh.get_group(), gloo_group, adamw(model.parameters(), ...), schedule)
     result = run_phase(student, micro_batches, compute, roles=[student, teacher], max_grad_norm=1.0)
 
 `compute(micro_batch)` returns a PhaseLoss. Every rank of the role runs the same number of micro-batches.
@@ -10,7 +10,9 @@ checked, normalised, clipped and applied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distill_core.fsdp import global_grad_norm, local, reshard, scale_grads
+from distill_core.lora import named_adapter, use
 from distill_core.ownership import owns
 from distill_core.topology import agree_max, agree_sum
 
@@ -43,10 +46,43 @@ class PhaseResult(NamedTuple):
     lr: float
 
 
+class RoleSpec(NamedTuple):
+    """Where a role lives and what trains it."""
+
+    name: str
+    tree: str  # the module that holds it; several roles may share one
+    adapter: str | None = None  # its LoRA adapter in that module; None: the module's own weights
+    optimizer: str | None = None  # config section of its optimizer; None: frozen
+
+
+def check_plan(specs: Sequence[RoleSpec], *, trained: Sequence[str], frozen: Sequence[str]) -> None:
+    """Refuse a plan in which a role is missing, trains what is not its own, or is trained by two optimizers.
+
+    ValueError of one line; to be called before any weight is loaded.
+    """
+    names = [spec.name for spec in specs]
+    if sorted(names) != sorted([*trained, *frozen]):
+        raise ValueError(f"roles {', '.join(names)}: exactly {', '.join([*trained, *frozen])} are needed, each once")
+    for spec in specs:
+        others = [other for other in specs if other is not spec]
+        if (spec.optimizer is None) != (spec.name in frozen):
+            raise ValueError(f"role {spec.name}: " + ("is frozen and takes no optimizer" if spec.name in frozen
+                                                      else "is trained and needs an optimizer"))
+        for other in others:
+            if (other.tree, other.adapter) == (spec.tree, spec.adapter):
+                raise ValueError(f"roles {spec.name} and {other.name} have the same "
+                                 + (f"adapter {spec.adapter}" if spec.adapter else "weights") + " (give each its own)")
+            if spec.optimizer is not None and other.optimizer == spec.optimizer:
+                raise ValueError(f"roles {spec.name} and {other.name} share the optimizer {spec.optimizer}")
+        if spec.optimizer and not spec.adapter and any(other.tree == spec.tree for other in others):
+            raise ValueError(f"role {spec.name}: would train the base that other roles share (give it an adapter)")
+
+
 @dataclass
 class Role:
     """One model of the run. A frozen role has no optimizer and owns nothing.
 
+    adapter: the role is this LoRA adapter of a module that other roles may share, not the module's own weights.
     group: ranks that share the shards and the batch; control: a gloo group of the same ranks (None: a single process).
     lr: applied updates so far -> learning rate of the next update.
     """
@@ -57,20 +93,38 @@ class Role:
     control: dist.ProcessGroup | None = None
     optimizer: torch.optim.Optimizer | None = None
     lr: Callable[[int], float] | None = None
+    adapter: str | None = None
     successes: int = 0
     skips: int = 0
     skips_in_a_row: int = 0
 
     def named_trainable(self) -> list[tuple[str, Tensor]]:
-        if self.optimizer is None:
-            return []
-        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        return [] if self.optimizer is None else self.named_weights()
+
+    def named_weights(self) -> list[tuple[str, Tensor]]:
+        """What distinguishes the role: its adapter's parameters, or all that may be trained (of a frozen one: all)."""
+        if self.adapter is not None:
+            return named_adapter(self.module, self.adapter)
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad or self.optimizer is None]
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Inside, forwards of the module are this role's: its adapter, and eval mode if it is frozen."""
+        switched = [m for m in self.module.modules() if m.training] if self.optimizer is None else []
+        try:
+            for module in switched:
+                module.training = False
+            with use(self.module, self.adapter):
+                yield
+        finally:
+            for module in switched:
+                module.training = True
 
 
-def adamw(module: nn.Module, *, lr: float, betas: Sequence[float], eps: float,
+def adamw(parameters: Iterable[Tensor], *, lr: float, betas: Sequence[float], eps: float,
           weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of a module that is already sharded; norms and biases are not decayed."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    """AdamW over those parameters of a module already sharded that are trainable; norms and biases are not decayed."""
+    trainable = [p for p in parameters if p.requires_grad]
     assert trainable, "nothing to train"
     groups = [{"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
               {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0}]
@@ -78,13 +132,14 @@ def adamw(module: nn.Module, *, lr: float, betas: Sequence[float], eps: float,
 
 
 def run_phase(role: Role, micro_batches: Sequence[Any], compute: Callable[[Any], PhaseLoss], *, roles: Sequence[Role],
-              max_grad_norm: float) -> PhaseResult:
+              max_grad_norm: float, key: int = 0) -> PhaseResult:
     """One optimizer step of `role` over all its micro-batches, or a counted skip that changes nothing else.
 
     The step is applied only where loss and gradient norm are finite on every rank. Loss and gradient do not depend on
     how the samples are cut into micro-batches and ranks. A faulty PhaseLoss raises ValueError on all ranks together.
+    key: anything else that must be equal on all ranks, such as the step of a rollout that is trained.
     """
-    _same_on_all(role, len(micro_batches), "micro-batches")
+    _check_agreement(role, len(micro_batches), key)
     for other in roles:  # an evaluation leaves parameters gathered: other objects than the shards that are owned
         reshard(other.module)
     role.module.train()
@@ -154,12 +209,16 @@ def _fault(loss: PhaseLoss | None) -> int:
     return 5 if loss.samples < 0 else 0
 
 
-def _same_on_all(role: Role, value: int, what: str) -> None:
+def _check_agreement(role: Role, num_batches: int, key: int) -> None:
+    """Ranks that run different roles or branches would not hang: FSDP adds up whatever has equal shapes."""
     if role.control is None:
         return
-    high, low = agree_max(role.control, value, -value)
+    phase = zlib.crc32(f"{role.name} {role.adapter} {key}".encode())
+    high, low, high_phase, low_phase = agree_max(role.control, num_batches, -num_batches, phase, -phase)
+    assert high_phase == -low_phase, f"ranks disagree on the phase: here {role.name} {role.adapter} {key}"
     if high != -low:
-        raise ValueError(f"{role.name}: ranks have between {-low:.0f} and {high:.0f} {what}; pad with empty ones")
+        raise ValueError(f"{role.name}: ranks have between {-low:.0f} and {high:.0f} micro-batches; pad with empty "
+                         "ones")
 
 
 def _any(role: Role, flag: bool) -> bool:

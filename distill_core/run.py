@@ -11,6 +11,7 @@
 """
 from __future__ import annotations
 
+import argparse
 import fcntl
 import logging
 import os
@@ -23,6 +24,16 @@ from pathlib import Path
 from typing import TextIO
 
 REPEAT_S = 5.0
+
+
+def parse_args(doc: str) -> argparse.Namespace:
+    """The command line of a training script: .config, .overrides, .check, .dry_run."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--check", action="store_true", help="validate config, data and file headers, then exit")
+    parser.add_argument("--dry-run", action="store_true", help="build the job on a fake process group, then exit")
+    return parser.parse_intermixed_args()
 
 
 def check_run_dir(run_dir: Path) -> None:

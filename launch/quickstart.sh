@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# A real on-policy distillation on two CPU cores:   bash launch/quickstart.sh [key=value ...]
-# Makes .venv, installs the five packages, and trains the small shipped student with the shipped teacher on 2 + 1 ranks.
+# A real distillation on two CPU cores, in minutes:
+#   bash launch/quickstart.sh [opd] [key=value ...]    a small language model learns arithmetic from the shipped teacher
+#   bash launch/quickstart.sh dmd [key=value ...]      students of 4 steps and of 1 learn to draw digits from a flow model
+# Makes .venv and installs the five packages.
 #   VENV=/path/to/venv   an environment of your own;   TORCH='torch==2.11.0'   another torch
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[[ ${1:-} != opd ]] || shift
+job=opd
+[[ ${1:-} != opd && ${1:-} != dmd ]] || { job=$1; shift; }
 venv=${VENV:-.venv}
 python=$venv/bin/python
 
@@ -16,13 +19,47 @@ if [[ -n ${TORCH:-} ]] || ! "$python" -m pip show -qq torch; then
 fi
 "$python" -m pip install -q -r requirements.txt
 
-export OMP_NUM_THREADS=1  # three ranks share two cores
-"$python" train_opd.py --config configs/quickstart.yaml "$@" --check
-# A fresh start each time: the same command on an old run folder would resume it.
-run=$("$python" -m distill_core.config configs/quickstart.yaml "$@" | "$python" -c '
+export OMP_NUM_THREADS=1  # the ranks share two cores
+
+# train RANKS CONFIG [key=value ...]: a fresh run; its folder is left in $run.
+train() {
+    local ranks=$1 config=$2
+    shift 2
+    "$python" "train_$job.py" --config "$config" "$@" --check
+    run=$("$python" -m distill_core.config "$config" "$@" | "$python" -c '
 import sys, yaml
 c = yaml.safe_load(sys.stdin)
 print(c["run_root"] + "/" + c["name"])')
-rm -rf -- "$run"
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node=3 --max-restarts=0 \
-    train_opd.py --config configs/quickstart.yaml "$@"
+    rm -rf -- "$run"  # the same command on an old run folder would resume it
+    "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" --max-restarts=0 \
+        "train_$job.py" --config "$config" "$@"
+}
+
+if [[ $job == opd ]]; then
+    train 3 configs/quickstart.yaml "$@"
+    exit
+fi
+
+# sample NAME FOLDER [option ...]: 4,000 samples and a grid of them, from the same noise for every row of the table.
+sample() {
+    rm -f "$out/$1".{npz,png}
+    "$python" -m distill_core.sample --export "$2" --out "$out/$1.npz" --num 4000 --png "$out/$1.png" "${@:3}"
+    rows+=("$out/$1.npz")
+}
+
+teacher=examples/digits/teacher rows=()
+train 2 configs/dmd_digits.yaml "$@"
+out=$run/table four=$run
+train 2 configs/dmd_digits_1step.yaml "$@"
+one=$run
+mkdir -p "$out"
+for steps in 50 8 4 1; do sample "teacher, $steps steps" "$teacher" --steps "$steps"; done
+for name in four one; do
+    rm -rf "${!name}/export"
+    "$python" -m distill_core.export --checkpoint "${!name}" --out "${!name}/export"
+done
+sample "student, 4 steps" "$four/export"
+sample "student, 1 step" "$one/export"
+echo
+"$python" examples/digits/measure.py "${rows[@]}"
+echo "grids of samples: $out/*.png; curves: $four/report.html, $one/report.html"

@@ -5,13 +5,14 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from distill_core import config as config_module
-from distill_core.config import (ConfigError, DMDConfig, OPDConfig, check, check_world, differences, flatten, load,
-                                 to_yaml, warnings)
+from distill_core.config import (ConfigError, DMDConfig, OPDConfig, check, check_world, convention_lines, differences,
+                                 flatten, load, score_time_law, to_yaml, warnings)
 
 MINIMAL = """\
 job: opd
@@ -331,6 +332,60 @@ def test_dmd_defaults(write):
     assert warnings(config) == [] and differences(config) == []
 
 
+def test_conventions_fill_in_what_is_not_set(write):
+    """Catches a preset that overrides the user, leaves a key at its default, or does not survive to_yaml."""
+    text = DMD + "dmd:\n  convention: causvid\n  score_timestep_shift: 1.0\n"
+    config = load(write(text), ["dmd.fake_update_ratio=2", "dmd.fake_sigma_max=null"])
+    dmd, preset = config.dmd, config_module.PRESETS["causvid"]
+    assert {key: getattr(dmd, key) for key in preset} == preset | {"score_timestep_shift": 1.0, "fake_update_ratio": 2}
+    assert load(write(to_yaml(config))) == config
+    assert differences(config) == ["dmd.convention=causvid (default null)", "dmd.fake_update_ratio=2 (default 5)",
+                                   "dmd.score_timestep_shift=1.0 (default 8.0)"]
+    assert load(write(DMD), ["dmd.convention=causvid"]).dmd.teacher_guidance_scale == 4.5    # no section in the file
+    # null, whether written or not, is the defaults; a dumped file keeps its values under another name
+    assert load(write(DMD), ["dmd.convention=null"]) == load(write(DMD))
+    other = load(write(to_yaml(config)), ["dmd.convention=dmd2"])
+    assert other.dmd == dataclasses.replace(dmd, convention="dmd2") and convention_lines(other) != []
+
+
+@pytest.mark.parametrize("name", config_module.PRESETS)
+def test_every_preset_is_whole_and_legal(write, name):
+    """Catches a preset that forgets a key, which would then follow the default, and one that check refuses."""
+    assert tuple(config_module.PRESETS) == get_args(config_module.Convention)
+    assert list(config_module.PRESETS[name]) == list(config_module.PRESETS["dmd2"])
+    config = load(write(DMD), [f"dmd.convention={name}"])
+    assert config.dmd == dataclasses.replace(config_module.DMDMethodConfig(), convention=name,
+                                             **config_module.PRESETS[name])
+    assert differences(config) == [f"dmd.convention={name} (default null)"]
+    assert load(write(to_yaml(config))) == config
+    assert all(line.isascii() and len(line) < 120 for line in convention_lines(config))
+
+
+def test_convention_lines(write):
+    """Catches a start block that hides what a convention means here, or what was set against it."""
+    assert convention_lines(load(write(DMD))) == []
+    lines = convention_lines(load(write(DMD), ["dmd.convention=causvid"]))
+    assert lines == ["convention causvid",
+                     "  teacher: u + 4.5 (c - u), the same as c + 3.5 (c - u); norm none",
+                     "  normaliser: sample, epsilon 1e-12",
+                     "  score times: clamp [0.02, 0.98], k / 1000, shift 8, one per sample",
+                     "  fake score: flow loss, times clamp [0.02, 0.98], k / 1000, shift 8",
+                     "  student:fake = 1:5 attempts per cycle, fake batch fresh"]
+    lines = convention_lines(load(write(DMD), ["dmd.convention=fastgen", "dmd.fake_loss=flow"]))
+    assert lines[0] == "convention fastgen, but fake_loss=flow (not x0)" and "flow loss" in lines[4]
+    assert "continuous" in lines[3] and "1:4" in lines[5]
+
+
+def test_score_time_law(write):
+    """Catches a fake score that takes the student's times although it has its own, and the reverse."""
+    dmd = load(write(DMD), ["dmd.score_times=ceil", "dmd.score_timestep_shift=3", "dmd.fake_sigma_max=1"]).dmd
+    student = dict(law="ceil", discrete_steps=1000, shift=3.0, low=0.02, high=0.98)
+    assert score_time_law(dmd, "student") == student and score_time_law(dmd, "fake_score") == student | {"high": 1.0}
+    dmd = load(write(DMD), ["dmd.convention=dmd2"]).dmd
+    assert score_time_law(dmd, "fake_score") == dict(law="clamp", discrete_steps=1000, shift=1.0, low=0.001, high=1.0)
+    assert score_time_law(dmd, "student")["law"] == "inside"
+
+
 def test_dmd_overrides_and_differences(write):
     """Catches a role's optimizer that loses its own defaults when one key of it is set, and values that do not survive
     being written."""
@@ -367,7 +422,19 @@ def test_load_for_one_job(write):
     (["dmd.cfg_norm=null"], ["dmd.cfg_norm", "none, layer_norm, scalar"]),
     # keys: hints from the own job only
     (["lr=1"], ["dmd.student_optim.lr or dmd.fake_score_optim.lr or gan.lr?"]),
-    (["dmd.teacher_optim=1"], ["dmd.teacher_optim: unknown key"]),
+    (["dmd.discriminator_optim=1"], ["dmd.discriminator_optim: unknown key"]),
+    (["dmd.teacher_optim=1"], ["command line: dmd.teacher_optim: the role teacher is frozen", "(remove the key)"]),
+    (["dmd.teacher_optim.lr=1e-5"], ["dmd.teacher_optim: the role teacher is frozen and takes no optimizer"]),
+    (["dmd.student_ema_optim.lr=1e-5"], ["dmd.student_ema_optim: the role student_ema is frozen"]),
+    (["dmd.convention=dmd"], ["dmd.convention", "one of dmd2, causvid, self_forcing, fastgen, fastvideo, rcm, "
+                              "lightx2v, verl_omni", "nearest: dmd.convention=dmd2"]),
+    (["dmd.normalizer=mean"], ["dmd.normalizer", "sample, sample_add, batch"]),
+    (["dmd.score_times=uniform"], ["dmd.score_times", "clamp, inside, ceil"]),
+    (["dmd.fake_times=uniform"], ["dmd.fake_times", "clamp, inside, ceil"]),
+    (["dmd.score_time_per=rank"], ["dmd.score_time_per", "sample, batch"]),
+    (["dmd.fake_loss=v"], ["dmd.fake_loss", "flow, x0, eps, edm, vp_v"]),
+    (["lora.adapters=[a, b]"], ["lora.adapters", "a list of 3 values"]),
+    (["lora.adapters=null"], ["lora.adapters"]),
     (["dmd.student_optim.lrr=1"], ["did you mean dmd.student_optim.lr?"]),
     (["topology.teacher_ranks=1"], ["topology.teacher_ranks: unknown key"]),
     (["student_steps=1"], ["did you mean dmd.student_steps?"]),
@@ -385,6 +452,10 @@ def test_load_for_one_job(write):
     (["dmd.score_timestep_shift=0.99"], ["dmd.score_timestep_shift", ">= 1"]),
     (["dmd.score_sigma_min=0"], ["dmd.score_sigma_min", "(0, 1]"]),
     (["dmd.score_sigma_max=1.1"], ["dmd.score_sigma_max", "(0, 1]"]),
+    (["dmd.fake_sigma_min=0"], ["dmd.fake_sigma_min", "(0, 1]"]),
+    (["dmd.fake_sigma_max=1.1"], ["dmd.fake_sigma_max", "(0, 1]"]),
+    (["dmd.fake_timestep_shift=0.9"], ["dmd.fake_timestep_shift", ">= 1"]),
+    (["eval.num_teacher_steps=-1"], ["eval.num_teacher_steps", ">= 0"]),
     (["dmd.ema_decay=1.01"], ["dmd.ema_decay", "[0, 1]"]),
     (["dmd.ema_decay=-0.1"], ["dmd.ema_decay", "[0, 1]"]),
     (["dmd.ema_start_step=-1"], ["dmd.ema_start_step"]),
@@ -407,6 +478,18 @@ def test_load_for_one_job(write):
     (["lora.targets=[]"], ["lora.targets", "empty"]),
     (["dmd.score_sigma_min=0.98"], ["dmd.score_sigma_min", "dmd.score_sigma_max=0.98"]),
     (["dmd.score_sigma_min=0.5", "dmd.score_sigma_max=0.4"], ["dmd.score_sigma_min"]),
+    (["dmd.fake_sigma_min=0.5", "dmd.fake_sigma_max=0.4"], ["dmd.fake_sigma_min: 0.5", "dmd.fake_sigma_max=0.4"]),
+    (["dmd.fake_sigma_max=0.01"], ["dmd.score_sigma_min: 0.02", "dmd.fake_sigma_max=0.01"]),    # inherits the other
+    (["dmd.convention=dmd2", "dmd.score_sigma_min=0.99"], ["dmd.score_sigma_min: 0.99", "dmd.score_sigma_max=0.98"]),
+    (["dmd.score_times=inside", "dmd.score_discrete_steps=1"], ["dmd.score_times: inside", "k / 1"]),
+    (["dmd.fake_times=inside", "dmd.score_discrete_steps=1"], ["dmd.fake_times: inside", "k / 1"]),
+    (["lora.rank=8", "lora.adapters=[a, b, a]"], ["lora.adapters", "[a, b, a]", "two roles one name"]),
+    (["lora.adapters=[student, student, ema]"], ["lora.adapters", "two roles one name"]),    # also without LoRA
+    (["lora.adapters=[a, b.c, d]"], ["lora.adapters", "'b.c' cannot name an adapter"]),
+    (["lora.adapters=[a, b, \u00e9]"], ["lora.adapters", "cannot name an adapter"]),
+    (["dmd.role_storage=shared_base_adapters", "lora.rank=8", "dmd.dtype=bfloat16"],
+     ["teacher.dtype: float32", "dmd.dtype=bfloat16", "set teacher.dtype=bfloat16"]),
+    (["dmd.convention=dmd2", "dmd.fake_warmup_cycles=1"], ["dmd.fake_batch: reuse_student", "dmd.fake_batch=fresh"]),
     (["gan.weight=0.1"], ["data.latents", "gan.weight=0.1"]),
     (["dmd.fake_warmup_cycles=60"], ["max_cycles: 60", "dmd.fake_warmup_cycles=60"]),
     (["dmd.student_optim.warmup_steps=60"], ["dmd.student_optim.warmup_steps", "max_cycles=60"]),
@@ -443,6 +526,10 @@ def test_dmd_allows_what_is_legal(write):
     load(write(DMD), ["dmd.fake_update_ratio=1", "dmd.score_sigma_max=1", "dmd.ema_decay=0", "eval.every=0",
                       "dmd.score_discrete_steps=0", "dmd.fake_warmup_cycles=59", "dmd.student_steps=1",
                       "dmd.loss_normalizer=0.5"])
+    load(write(DMD), ["dmd.score_times=inside", "dmd.score_discrete_steps=2", "dmd.fake_sigma_max=1",
+                      "dmd.fake_timestep_shift=1", "eval.num_teacher_steps=0", "lora.adapters=[a, b, c1]"])
+    load(write(DMD), ["dmd.dtype=bfloat16"])
+    load(write(DMD), ["dmd.convention=dmd2", "dmd.fake_warmup_cycles=1", "dmd.fake_batch=fresh"])
     load(write(DMD), ["dmd.role_storage=shared_base_adapters", "lora.rank=1", "dmd.ema_decay=1",
                       "dmd.export_role=student"])
     load(write(DMD), ["gan.weight=0.1", "data.latents=latents.npz", "dmd.cfg_norm=none", "topology.world_size=4"])
@@ -468,6 +555,14 @@ def test_dmd_check_world(write):
     (["dmd.student_steps=2", "dmd.rollout=ode", "dmd.exit_step=last", "dmd.rollout_timestep_shift=3"], []),
     (["lora.alpha=16", "lora.targets=qkv"], ["lora.alpha", "lora.targets"]),
     (["lora.alpha=16", "lora.targets=qkv", "lora.rank=8"], []),
+    (["lora.adapters=[a, b, c]"], ["lora.adapters"]),
+    (["lora.adapters=[a, b, c]", "lora.rank=8"], []),
+    (["dmd.normalizer=batch"], ["dmd.normalizer"]),
+    (["dmd.normalizer=sample_add", "dmd.fake_loss=x0", "dmd.score_time_per=batch"], []),
+    (["dmd.convention=lightx2v"], []),
+    (["dmd.convention=lightx2v", "dmd.teacher_guidance_scale=1"], []),    # the norm is the preset's, not the user's
+    (["dmd.convention=lightx2v", "dmd.teacher_guidance_scale=1", "dmd.cfg_norm=scalar"], ["dmd.cfg_norm"]),
+    (["dmd.convention=fastvideo"], ["dmd.normalizer"]),
     (["dmd.cfg_norm=scalar"], ["dmd.cfg_norm"]),
     (["dmd.cfg_norm=scalar", "dmd.teacher_guidance_scale=2"], []),
     (["data.latents=x.npz", "gan.lr=1e-3", "gan.discriminator_weight=2"],
@@ -478,7 +573,8 @@ def test_dmd_check_world(write):
     (["dmd.ema_decay=1"], ["dmd.ema_decay"]),
     (["dmd.student_optim.min_lr_frac=0.1", "dmd.student_optim.schedule=linear",
       "dmd.fake_score_optim.min_lr_frac=0.1"], ["dmd.fake_score_optim.min_lr_frac"]),
-    (["eval.every=0", "eval.num_samples=4", "eval.guidance_scale=2"], ["eval.num_samples", "eval.guidance_scale"]),
+    (["eval.every=0", "eval.num_samples=4", "eval.guidance_scale=2", "eval.num_teacher_steps=4"],
+     ["eval.num_samples", "eval.guidance_scale", "eval.num_teacher_steps"]),
     (["checkpoint.every=0", "checkpoint.keep_every=5"], ["checkpoint.keep_every"]),
     (["metrics.samples=2"], ["metrics.samples"]),
 ])
@@ -497,6 +593,8 @@ def test_shipped_dmd_configs():
         check_world(digits, world_size)
     assert (xl.topology.world_size, xl.dmd.dtype, xl.dmd.activation_checkpointing) == (8, "bfloat16", True)
     load(ROOT / "configs/dmd_dit_xl_256.yaml", ["dmd.role_storage=shared_base_adapters", "lora.rank=64"])
+    for name in config_module.PRESETS:
+        assert load(ROOT / "configs/dmd_digits.yaml", [f"dmd.convention={name}"]).dmd.fake_update_ratio == 2    # its own
 
 
 # ---- command line
@@ -533,12 +631,13 @@ alarms: {student_mass: {limit: 0.5, action: warn}}
 FULL_DMD = DMD + """\
 topology: {world_size: 2}
 dmd:
+  convention: self_forcing
   recipe: dmd2
   role_storage: shared_base_adapters
   loss_normalizer: null
   teacher_guidance_scale: 1.5
   student_optim: {lr: 1e-6, betas: [0.0, 0.999], schedule: "cosine"}
-lora: {rank: 8, targets: [qkv, 'proj']}
+lora: {rank: 8, targets: [qkv, 'proj'], adapters: [a, b, c]}
 gan: {weight: 0.0}
 """
 PIECES = ["\n", ":", ": ", "{", "}", "[", "]", "-", "- ", "#", "&a ", "*a", "!!int ", "!", "%", "@", "`", "|", ">",

@@ -18,6 +18,7 @@ from distill_core.flow import (
     few_step_states,
     guide,
     sample_times,
+    score_times,
     shift_time,
     student_grid,
     to_edm,
@@ -147,10 +148,10 @@ def test_levels_as_vector_or_column_and_nothing_else():
 
 def ks_distance(sample, cdf):
     """sqrt(n) sup |empirical - cdf|, on both sides of every jump; above 1.95 with probability 0.001 at the most."""
-    values, counts = np.unique(sample.double().numpy(), return_counts=True)
+    values, counts = np.unique(sample.double().numpy().round(5), return_counts=True)  # as fine as two atoms are apart
     upper = counts.cumsum() / len(sample)
     lower = upper - counts / len(sample)
-    beside = 1e-6  # more than fp32 rounds a level by, less than the distance of any two atoms
+    beside = 6e-6  # more than a level was rounded by, less than the distance of any two atoms
     return math.sqrt(len(sample)) * max(np.abs(cdf(values + beside) - upper).max(),
                                         np.abs(cdf(values - beside) - lower).max())
 
@@ -187,6 +188,47 @@ def test_point_masses_of_the_clamp(shift, at_high, at_low):
         s = sample_times(400_000, generator=seeded(1), device="cpu", shift=shift, discrete_steps=discrete_steps)
         assert (s == torch.tensor(0.98)).double().mean().item() == pytest.approx(at_high, abs=2e-3)
         assert (s == torch.tensor(0.02)).double().mean().item() == pytest.approx(at_low, abs=1.5e-3)
+
+
+@pytest.mark.parametrize("discrete_steps, levels", [
+    (10, {"clamp": range(10), "ceil": range(1, 11), "inside": range(2, 8)}), (1000, {"inside": range(150, 751)})])
+def test_levels_of_each_law(discrete_steps, levels):
+    """An end of the range left out or doubled, and a law taken for another: exact levels, each as often as the next."""
+    for law, wanted in levels.items():
+        low, high = (0.15, 0.75) if law == "inside" else (0.0, 1.0)
+        u_B = (torch.arange(len(wanted) * 100) + 0.5) / (len(wanted) * 100)
+        s = score_times(u_B, law=law, discrete_steps=discrete_steps, low=low, high=high)
+        values, counts = s.unique(return_counts=True)
+        assert torch.equal(values, torch.tensor(list(wanted)) / discrete_steps) and set(counts.tolist()) == {100}
+
+
+def test_inside_of_the_continuum():
+    """A clamp in place of the uniform inside, and a shift before it: FastGen shifts what is uniform in the range."""
+    u_B = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    s = score_times(u_B, law="inside", discrete_steps=0, low=0.2, high=0.6)
+    assert_near(s.double(), 0.2 + 0.4 * u_B, atol=1e-7)
+    s = score_times(u_B, law="inside", discrete_steps=0, low=0.2, high=0.6, shift=3.0)
+    assert_near(s.double(), shift_time(0.2 + 0.4 * u_B, 3.0).clamp(0.2, 0.6), atol=1e-7)
+    assert (s == torch.tensor(0.6)).double().mean() == pytest.approx(1 - (1 / 3 - 0.2) / 0.4, abs=2e-3)
+
+
+@pytest.mark.parametrize("law, first, last", [("clamp", 0.0, 0.999), ("ceil", 0.001, 1.0), ("inside", 0.0, 1.0)])
+def test_ends_of_the_uniforms(law, first, last):
+    """A number of exactly 1, which rounding yields, that leads out of the levels; the smallest likewise."""
+    ends = torch.tensor([2.0**-33, 1.0])
+    s = score_times(ends, law=law, low=0.0, high=1.0)
+    assert s.dtype == torch.float32 and torch.equal(s, torch.tensor([first, last]))
+    assert torch.equal(score_times(ends, law=law, discrete_steps=0, low=0.0, high=1.0), ends)
+
+
+@pytest.mark.parametrize("bad, message", [
+    (dict(law="uniform"), "choose clamp, inside or ceil"), (dict(low=0.5, high=0.5), "low < high"),
+    (dict(high=1.1), "high <= 1"), (dict(discrete_steps=-1), "discrete_steps"), (dict(shift=0.0), "shift"),
+    (dict(law="inside", discrete_steps=1), "no k / 1 lies in")])
+def test_score_times_refuses(bad, message):
+    """A law that is not there, and a range without a level."""
+    with pytest.raises(ValueError, match=message):
+        score_times(torch.tensor([0.5]), **bad)
 
 
 def test_discrete_times_are_multiples():

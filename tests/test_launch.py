@@ -18,12 +18,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SBATCH, ONE_NODE = ROOT / "launch" / "opd.sbatch", ROOT / "launch" / "torchrun_1node.sh"
+DMD_SBATCH = ROOT / "launch" / "dmd.sbatch"
 SCRIPTS = [path for path in sorted([*ROOT.glob("launch/*"), ROOT / ".ci" / "run"]) if path.is_file()]
 STAND_INS = {
     "python": f"""
         case "$*" in
             "-m distill_core.config "*)
-                printf 'job: opd\\nname: a run\\nrun_root: %s\\ntopology:\\n  world_size: 3\\n' "$HERE" ;;
+                printf 'job: %s\\nname: a run\\nrun_root: %s\\ntopology:\\n  world_size: 3\\n' "$JOB" "$HERE" ;;
             *--check) echo "check $*" >>"$HERE/calls"; exit "$CHECK_CODE" ;;
             *) exec {shlex.quote(sys.executable)} "$@" ;;
         esac""",
@@ -49,7 +50,7 @@ def start(script: Path, folder: Path, *words: str, work: str = "true", **env: st
         (stand_ins / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (stand_ins / name).chmod(0o755)
     base = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "HERE": str(folder), "RUN": str(folder / "a run"),
-            "WORK": work, "CHECK_CODE": "0", "JOB_STATE": "JobState=RUNNING", "SLURM_SUBMIT_DIR": str(ROOT),
+            "WORK": work, "JOB": "opd", "CHECK_CODE": "0", "JOB_STATE": "JobState=RUNNING", "SLURM_SUBMIT_DIR": str(ROOT),
             "SLURM_JOB_ID": "41003", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2",
             "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "32"}
     return subprocess.Popen(["bash", str(script), *words], cwd=folder, env=base | env, text=True,
@@ -85,14 +86,15 @@ def test_scripts_parse(script):
 # opd.sbatch
 
 
-def test_sbatch_starts_one_torchrun_a_node(tmp_path):
+@pytest.mark.parametrize("job, script", [("opd", SBATCH), ("dmd", DMD_SBATCH)])
+def test_sbatch_starts_one_torchrun_a_node(tmp_path, job, script):
     """Catches a wrong rendezvous, lost arguments, a check that knows nothing of the real number of ranks."""
-    code, output = run(SBATCH, tmp_path, "c.yaml", "name=a run", work='touch "$RUN/DONE"')
+    code, output = run(script, tmp_path, "c.yaml", "name=a run", work='touch "$RUN/DONE"', JOB=job)
     assert code == 0, output
     check, *_, torchrun = (line for line in calls(tmp_path).splitlines() if not line.startswith("scontrol"))
-    assert check == "check train_opd.py --config c.yaml name=a run topology.world_size=8 --check"
+    assert check == f"check train_{job}.py --config c.yaml name=a run topology.world_size=8 --check"
     assert torchrun == ("torchrun --nnodes=2 --nproc_per_node=4 --max-restarts=0 --rdzv-backend=c10d "
-                        "--rdzv-endpoint=node7:11003 --rdzv-id=41003-0 train_opd.py --config c.yaml name=a run")
+                        f"--rdzv-endpoint=node7:11003 --rdzv-id=41003-0 train_{job}.py --config c.yaml name=a run")
     assert "<name=a run>" in (tmp_path / "words").read_text().splitlines()
     assert f"--output={tmp_path}/a run/slurm/41003-0-%N.log" in calls(tmp_path)
 
@@ -111,7 +113,9 @@ def test_sbatch_requeues_after_usr1(tmp_path):
 
     assert requeues(SBATCH, tmp_path / "as_is")
     broken = tmp_path / "broken.sbatch"  # control: one wait, no loop
-    broken.write_text(SBATCH.read_text().replace("[[ $signalled == yes ]] || break", "break"))
+    body = (ROOT / "launch/slurm_job.sh").read_text()
+    broken.write_text(SBATCH.read_text().replace(
+        "source launch/slurm_job.sh", body.replace("[[ $signalled == yes ]] || break", "break")))
     assert not requeues(broken, tmp_path / "control")
 
 

@@ -9,11 +9,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distill_core.flow import add_noise, few_step_sample, sample_times, student_grid, velocity_from_x0, x0_from_velocity
+from distill_core.flow import (
+    add_noise,
+    few_step_sample,
+    sample_times,
+    student_grid,
+    to_edm,
+    to_vp,
+    velocity_from_x0,
+    vp_v_from_x0,
+    x0_from_velocity,
+)
 from distill_core.losses_dmd import (
     dmd_gradient,
     dmd_surrogate,
     dmd_surrogate_per_sample,
+    fake_loss_weight,
     fake_score_loss,
     fake_score_loss_per_sample,
     gan_discriminator_loss,
@@ -134,8 +145,6 @@ def test_normaliser_is_per_sample_over_everything_else():
         assert_near(gradient.normaliser_B[i], z)
         assert_near(gradient.g[i], (fake[i] - real[i]) / z)
         assert_near(dmd_gradient(x[i:i + 1], real[i:i + 1], fake[i:i + 1]).g[0], gradient.g[i])
-    whole = dmd_gradient(x[None], real[None], fake[None])  # the documented way to one Z for a batch
-    assert_near(whole.g[0], (fake - real) / (x - real).abs().mean())
 
 
 def test_invariant_to_a_common_scale():
@@ -155,6 +164,26 @@ def test_normaliser_floor():
     assert_near(gradient.normaliser_B, torch.full((5,), 1e-3, dtype=torch.float64))
     assert_near(gradient.g, torch.full(SHAPE, 1e3, dtype=torch.float64), atol=1e-9)
     assert dmd_surrogate(real, real, real) == 0.0
+
+
+def test_other_normalisers():
+    """One Z for a whole batch, and an eps that is added: written out, with an eps that counts. Control: they differ."""
+    x, real, fake = make_predictions()
+    whole = dmd_gradient(x, real, fake, normalizer="batch")
+    assert_near(whole.g, (fake - real) / (x - real).abs().mean())
+    assert_near(whole.normaliser_B, (x - real).abs().mean().detach().expand(5))
+    assert_near(dmd_gradient(x, real, fake, 10.0, "batch").g, (fake - real) / 10.0)
+    added = dmd_gradient(x, real, fake, 0.1, "sample_add")
+    assert_near(added.g, (fake - real) / ((x - real).abs().mean((1, 2, 3), keepdim=True) + 0.1))
+    default = dmd_gradient(x, real, fake, 0.1)
+    assert torch.equal(default.g, dmd_gradient(x, real, fake, 0.1, "sample").g)
+    for other in (whole, added):
+        assert (other.g - default.g).abs().max() > 1e-3
+    for i in range(5):  # what the others of a batch change
+        alone = dmd_gradient(x[i:i + 1], real[i:i + 1], fake[i:i + 1], normalizer="batch").g[0]
+        assert_near(alone, dmd_gradient(x, real, fake).g[i])
+    with pytest.raises(ValueError, match="choose sample, sample_add or batch"):
+        dmd_gradient(x, real, fake, 1e-6, "mean")
 
 
 def test_per_sample_forms_sum_to_the_means():
@@ -266,6 +295,35 @@ def test_fake_loss_in_x0_and_noise_form():
     assert_near(s ** 2 * loss, (x0_from_velocity(x_s, v, s) - x0).square().mean((1, 2, 3)))
     noise_hat = x_s + (1 - s.view(-1, 1, 1, 1)) * v
     assert_near((1 - s) ** 2 * loss, (noise_hat - noise).square().mean((1, 2, 3)))
+    assert_near(fake_loss_weight(s, "x0"), s ** 2)
+    assert_near(fake_loss_weight(s, "eps"), (1 - s) ** 2)
+    assert_near(fake_loss_weight(s, "flow"), torch.ones(5, dtype=torch.float64))
+
+
+def test_fake_loss_in_edm_and_vp_form():
+    """The other weights, by the conversions of flow.py that networks of those families pass through."""
+    x0, noise, v = randn(*SHAPE), randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
+    s = torch.linspace(0.1, 0.9, 5, dtype=torch.float64)
+    x_s = add_noise(x0, noise, s)
+    x0_hat = x0_from_velocity(x_s, v, s)
+    loss = fake_score_loss_per_sample(v, x0, noise)
+    _, sigma = to_edm(x_s, s)
+    assert_near(fake_loss_weight(s, "edm") * loss, ((sigma ** -2 + 4) * (x0_hat - x0) ** 2).mean((1, 2, 3)), atol=1e-10)
+    x_t, alpha, sigma = to_vp(x_s, s)
+    v_hat, v_true = (vp_v_from_x0(x_t, x, alpha=alpha, sigma=sigma) for x in (x0_hat, x0))
+    assert_near(v_true, alpha * noise - sigma * x0)
+    assert_near(fake_loss_weight(s, "vp_v") * loss, (v_hat - v_true).square().mean((1, 2, 3)))
+
+
+@pytest.mark.parametrize("form, at_data, at_noise", [("flow", 1, 1), ("x0", 0, 1), ("eps", 1, 0), ("edm", 1, 4),
+                                                     ("vp_v", 1, 1)])
+def test_fake_loss_weights_at_the_ends(form, at_data, at_noise):
+    """0 / 0 or an overflow where s is 0 or 1, or within bf16's reach of them."""
+    ends = torch.tensor([0.0, 1e-30, 1.0])
+    assert fake_loss_weight(ends, form).tolist() == [at_data, at_data, at_noise]
+    assert fake_loss_weight(ends.bfloat16(), form).dtype == torch.float32
+    with pytest.raises(ValueError, match="choose flow, x0, eps, edm or vp_v"):
+        fake_loss_weight(ends, "v")
 
 
 def test_gan_terms():

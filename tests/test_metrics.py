@@ -192,13 +192,15 @@ def test_damage_elsewhere_is_named_by_line(tmp_path, text, message):
 # ---------------------------------------------------------------------------------------------------------------------
 # Terminal
 
-def test_rows_stay_aligned_whatever_the_numbers():
+@pytest.mark.parametrize("columns", [metrics.OPD_COLUMNS, metrics.DMD_COLUMNS])
+def test_rows_stay_aligned_whatever_the_numbers(columns):
     """Catches a wide number (a spike, a slow step, a step beyond the end) that shifts the columns after it."""
-    noise, console = random.Random(0), Console(20_000, title_every=1000, clock=lambda: noise.uniform(0, 1e9))
+    noise = random.Random(0)
+    console = Console(20_000, columns=columns, title_every=1000, clock=lambda: noise.uniform(0, 1e9))
     extremes = [0.0, -0.0, 1e-30, -1e-7, 0.99999, 9.99999, 1e5, -1e9, 1e300, float("inf"), float("nan")]
     width = len(console.title())
     for step in [1, 999, 20_000, 10**12] + list(range(2, 200)):
-        values = {column.key: noise.choice([*extremes, noise.lognormvariate(0, 9)]) for column in metrics.OPD_COLUMNS}
+        values = {column.key: noise.choice([*extremes, noise.lognormvariate(0, 9)]) for column in columns}
         values.pop(noise.choice(list(values)))
         row = console.row(step, values).splitlines()[-1]
         assert len(row) == width and row.isascii(), row
@@ -216,6 +218,19 @@ def test_row_shows_values_under_their_titles():
     assert under("step/max") == "7/60" and under("loss") == "0.5124" and under("trunc %") == "12.5"
     assert under("lr") == "1.00e-06" and under("tok/s") == "12.3k" and under("roll s") == "0.00"
     assert under("S mass") == "-" and under("eta") == "-"
+
+
+def test_cycles_of_a_distillation():
+    """Catches rows wider than a terminal, steps where a row is a cycle, and a warm-up cycle (no student) that fails."""
+    console = Console(9_999_999, columns=metrics.DMD_COLUMNS, unit="cycle", clock=lambda: 0.0)
+    titles, row = console.row(3, {"fake_score/loss": 0.25, "time/fake_score_s": 0.5}).splitlines()
+    assert titles.split()[0] == "cycle/max" and row.split()[0] == "3/9999999"
+    assert len(row) == len(titles) <= 120
+    end = titles.index("fake loss") + len("fake loss")
+    assert row[:end].split()[-2:] == ["-", "0.2500"] and row.count(" - ") >= 6
+    values = {column.key: 10.0 ** n for n, column in enumerate(metrics.DMD_COLUMNS, start=-4)}
+    assert len(console.row(4, values)) == len(titles) and "#" not in console.row(5, values)
+    assert all(len(column.title) <= column.width for column in (*metrics.OPD_COLUMNS, *metrics.DMD_COLUMNS))
 
 
 def test_titles_return_every_n_rows():

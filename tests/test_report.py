@@ -2,6 +2,7 @@
 """report.py on made-up runs: what the page shows, what it survives, how large and how slow it is."""
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -9,15 +10,16 @@ import random
 import re
 import stat
 import time
+import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from distill_core import report
 from distill_core.metrics import JsonlWriter
-
-
+from distill_core.pictures import write_png
 
 def train_values(step: int, num_steps: int, noise: random.Random) -> dict[str, float]:
     """Plausible metrics of one step: a student that nears its teacher."""
@@ -103,7 +105,7 @@ def plot_of(page: str, title: str) -> str:
 class Checker(HTMLParser):
     """Every tag is closed in order; keeps tag names and what a browser would load."""
 
-    VOID = {"meta", "br"}
+    VOID = {"meta", "br", "img"}
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ def test_whole_run(tmp_path):
     page = page_of(fake_run(tmp_path / "run"))
     checker = Checker(page)
     assert "script" not in checker.tags and checker.loads == [] and "http://" not in page and "https://" not in page
-    for plots in report.SECTIONS.values():
+    for plots in report.OPD_SECTIONS.values():
         for plot in plots:
             assert plot_of(page, plot.title), plot.title
     for text in ("37.0% &rarr;</s> 95.9%", "+58.9 points since step 0", "0.72 &rarr;</s> 0.0525", "step 60 of 60",
@@ -295,11 +297,11 @@ def test_same_curves_and_unknown_metrics(tmp_path):
 
 def test_a_spike_turns_the_axis_logarithmic():
     """Catches a single bad step that flattens everything else onto the axis; the control stays linear."""
-    spiked = report.frame_of([1.0] * 50 + [1e4], (0, 50))
+    spiked = report.frame_of([1.0] * 50 + [1e4], report.Span(0, 50))
     assert spiked.is_log and spiked.y_ticks() == [1.0, 10.0, 100.0, 1e3, 1e4]
     assert spiked.y(1.0) == spiked.bottom and spiked.y(1e4) == spiked.top
-    assert not report.frame_of([1.0] * 50 + [9.0], (0, 50)).is_log
-    assert not report.frame_of([0.0] * 50 + [1e4], (0, 50)).is_log  # no logarithm of 0
+    assert not report.frame_of([1.0] * 50 + [9.0], report.Span(0, 50)).is_log
+    assert not report.frame_of([0.0] * 50 + [1e4], report.Span(0, 50)).is_log  # no logarithm of 0
 
 
 @pytest.mark.parametrize("exponent", range(-9, 12))
@@ -319,7 +321,7 @@ def test_stacked_times_add_up(tmp_path):
     """Catches areas that are drawn over each other instead of on top, and shares that are not shares of the whole."""
     lines = [{"time/roll_s": 3.0, "time/teacher_wait_s": 0.0, "time/train_s": 1.0} for _ in range(5)]
     figure = plot_of(page_of(train_only(tmp_path / "run", lines)), "Time per step")
-    frame = report.frame_of([4.0] * 5, (1, 5), from_zero=True)
+    frame = report.frame_of([4.0] * 5, report.Span(1, 5), from_zero=True)
     areas = re.findall(r'class="area c(\d)" d="M[\d.]+ ([\d.]+)V([\d.]+)', figure)
     assert areas == [("0", f"{frame.y(0):.1f}", f"{frame.y(3):.1f}"), ("1", f"{frame.y(3):.1f}", f"{frame.y(4):.1f}")]
     assert "rollout <b>75%</b>" in figure and "train <b>25%</b>" in figure and "teacher wait" not in figure
@@ -348,3 +350,163 @@ def test_command_line(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     assert (run / "report.html").is_file() and sorted(path.name for path in run.iterdir()) == [
         "command.txt", "config.yaml", "metrics.jsonl", "report.html", "samples"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Distillation of a flow model
+
+def dmd_values(cycle: int, num_cycles: int, noise: random.Random) -> dict[str, float]:
+    """Plausible metrics of one cycle of train_dmd.py; the first five are warm-up cycles without a student attempt."""
+    left = math.exp(-4 * cycle / num_cycles)
+    values = {"student/update_applied": 0, "student/steps": max(0, cycle - 5), "student/skip_nonfinite": 0,
+              "fake_score/update_applied": 5, "fake_score/steps": 5 * cycle, "fake_score/skip_nonfinite": 0,
+              "fake_score/grad_norm": 1 + noise.random(), "fake_score/lr": 2e-6, "time/fake_score_s": 0.5,
+              "time/student_s": 0.0, "time/cycle_s": 0.7, "samples_per_s": 540.0, "memory_peak_bytes": 2.5 * 2**30}
+    names = ["fake_score/loss"]
+    if cycle > 5:
+        exit_step = noise.randrange(4)
+        names += ["dmd/gradient_norm", "dmd/teacher_fake_gap"]
+        values |= {"dmd/loss": 0.3, "dmd/normalizer": 0.6, "dmd/nonfinite": 0, "student/sample_mean": -0.4,
+                   "student/sample_std": 0.44 - 0.1 * left, "student/grad_norm": 3 * noise.random(),
+                   "student/lr": 2e-6, "student/update_applied": 1, "time/student_s": 0.2,
+                   **{f"dmd/rollout_exit/{step}": int(step == exit_step) for step in range(4)}}
+    for name in names:
+        bins = {f"{name}/{b / 5:.1f}-{(b + 1) / 5:.1f}": (0.2 + left) * (b + noise.random()) for b in range(5)}
+        values |= {name: sum(bins.values()) / 5, **bins}
+    return values
+
+
+def dmd_run(folder: Path, num_cycles: int = 60, eval_every: int = 5) -> Path:
+    """A run folder as train_dmd.py leaves it, with pictures of one grey tone each."""
+    noise, samples = random.Random(0), folder / "samples"
+    samples.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"job: dmd\nname: digits\nmax_cycles: {num_cycles}\ndevice: cpu\n"
+                                        "teacher: {path: examples/digits/teacher}\ndmd: {student_steps: 4}\n")
+    writer = JsonlWriter(folder / "metrics.jsonl", resumed_step=-1)
+    writer.write(0, {"event": "start", "message": "fresh run", "device": "cpu"}, kind="event")
+    for steps in (4, 50):
+        write_png(samples / f"teacher_{steps}_steps.png", np.full((34, 50), steps, np.uint8))
+    for cycle in range(num_cycles + 1):
+        if cycle > 0:
+            writer.write(cycle, dmd_values(cycle, num_cycles, noise))
+        if cycle % eval_every == 0:
+            teacher = {} if cycle else {"eval/teacher_std": 0.44}
+            writer.write(cycle, {"eval/sample_std": 0.3 + 0.002 * cycle, "eval/sample_mean": -0.4, **teacher,
+                                 "eval/time_s": 1.0}, kind="eval")
+            write_png(samples / f"step_{cycle:08d}.png", np.full((34, 50), (100 + cycle) % 256, np.uint8))
+    writer.write(12, {"event": "skip", "message": "student skipped"}, kind="event")
+    writer.close()
+    return folder
+
+
+def test_distillation_page(tmp_path):
+    """Catches a plot that fell out of a dmd page, steps where cycles are meant, and plots or headlines of the other."""
+    page = page_of(dmd_run(tmp_path / "run"))
+    assert "script" not in Checker(page).tags and page.isascii()
+    for title, plots in report.DMD_SECTIONS.items():
+        for plot in plots:
+            assert bool(plot_of(page, plot.title)) == (title != "Adversarial terms"), plot.title
+    for text in ("Distribution matching distillation &middot; cycle 60 of 60", "since cycle 0", "median cycle 0.7s",
+                 "<span>Samples per second</span><b>540</b>", "<i>student_steps</i>4", "<th>cycle</th>",
+                 "<title>cycle 12: student skipped</title>", 'aria-label="Fake loss by cycle"'):
+        assert text in page, text
+    assert not re.search(r"\bstep [0-9]", page), "a step that should be a cycle"
+    for other in ("Exact match", "Tokens per second", "Further metrics", "nan"):
+        assert other not in page, other
+    assert plot_of(page, "Loss").count('text-anchor="end">cycle</text>') == 1
+
+
+def test_noise_bins_share_a_plot(tmp_path):
+    """Catches bins in plots of their own or missing, and curves without a color."""
+    page = page_of(dmd_run(tmp_path / "run"))
+    for title in ("Gradient |g|", "Teacher-fake gap", "Fake loss"):
+        figure = plot_of(page, title)
+        assert figure.count('class="line') == 6
+        labels = re.findall(r"<i></i>([^<]*) <b>", figure)
+        assert labels == ["all", "0.0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1.0"], labels
+    assert set(re.findall(r"\bc(\d+)\b", page)) <= set(re.findall(r"\.c(\d+)\b", report.CSS))
+
+
+def test_equal_curves_of_two_roles_are_both_named(tmp_path):
+    """Catches one role's curve left out because the other's is the same, as if that role had no learning rate."""
+    run = train_only(tmp_path / "run", [{"student/lr": 2e-6, "fake_score/lr": 2e-6}] * 3)
+    (run / "config.yaml").write_text("job: dmd\n")
+    assert re.findall(r"<i></i>([^<]*) <b>", plot_of(page_of(run), "Learning rate")) == ["student", "fake score"]
+
+
+def test_exits_are_shares_of_all_attempts(tmp_path):
+    """Catches exits drawn over each other, and a share that counts warm-up cycles."""
+    lines = [{"dmd/rollout_exit/0": 0, "dmd/rollout_exit/1": 0}] * 2
+    lines += [{"dmd/rollout_exit/0": 1, "dmd/rollout_exit/1": 3}] * 4
+    run = train_only(tmp_path / "run", lines)
+    (run / "config.yaml").write_text("job: dmd\n")
+    figure = plot_of(page_of(run), "Rollout exits")
+    assert "exit 0 <b>25%</b>" in figure and "exit 1 <b>75%</b>" in figure and figure.count('class="area') == 2
+
+
+def test_the_teachers_std_is_a_line_through_the_run(tmp_path):
+    """Catches the measure at the start shown as a lone dot, which nothing can be compared with."""
+    figure = plot_of(page_of(dmd_run(tmp_path / "run")), "Std of samples")
+    heights = re.findall(r'class="line c1" d="M[\d.]+ ([\d.]+)h0((?:L[\d.]+ [\d.]+)*)"', figure)
+    (first, rest), = heights
+    assert rest.count("L") == 12 and set(re.findall(r"L[\d.]+ ([\d.]+)", rest)) == {first}
+
+
+def pictures_in(page: str) -> list[tuple[str, int]]:
+    """(caption, grey tone) of the embedded pictures."""
+    found = re.findall(r'<figcaption>([^<]*)</figcaption><img src="data:image/png;base64,([^"]*)"', page)
+    return [(caption, png_tone(base64.b64decode(content))) for caption, content in found]
+
+
+def png_tone(data: bytes) -> int:
+    """First pixel: after signature and IHDR (33 bytes), IDAT's length and name (8 bytes), and the row's filter byte."""
+    return zlib.decompressobj().decompress(data[41:])[1]
+
+
+def test_pictures_of_teacher_and_student(tmp_path):
+    """Catches pictures out of order, a first or last one left out, others taken in, and a policy that blocks them."""
+    run = dmd_run(tmp_path / "run")
+    for name in ("step_x.png", "teacher_best.png", ".step_00000060.png.77", "step_00000060.png.bak"):
+        (run / "samples" / name).write_bytes(b"not a picture of ours")
+    page = page_of(run)
+    shown = pictures_in(page)
+    assert shown[:2] == [("teacher, 50 steps", 50), ("teacher, 4 steps", 4)]
+    cycles = [int(caption.removeprefix("cycle ")) for caption, _ in shown[2:]]
+    assert len(cycles) == 8 and cycles == sorted(set(cycles)) and (cycles[0], cycles[-1]) == (0, 60)
+    assert max(b - a for a, b in zip(cycles, cycles[1:])) <= 10 and [tone - 100 for _, tone in shown[2:]] == cycles
+    assert all(source.startswith("data:image/png;base64,") for source in Checker(page).loads)
+    assert page.count("<img") == 10 and page.count('<div class="pictures">') == 2 and "img-src data:" in page
+    assert page.index("teacher, 50 steps") < page.index("Distribution matching</h2>")
+
+
+def test_large_pictures_are_linked(tmp_path, monkeypatch):
+    """Catches a page of many megabytes; a link must lead from the page to the file."""
+    run = dmd_run(tmp_path / "run")
+    large = run / "samples" / "step_00000060.png"
+    large.write_bytes(large.read_bytes() + bytes(2**20))
+    page = page_of(run)
+    assert len(page) < 1_000_000 and len(pictures_in(page)) == 9
+    link = re.search(r'<figcaption>cycle 60</figcaption><a href="([^"]*)">step_00000060.png</a>'
+                     r"<small>1.00 MiB, too large", page)
+    assert (run / link[1]).samefile(large)
+    sizes = [path.stat().st_size for path in (run / "samples").glob("*.png")]
+    monkeypatch.setattr(report, "MAX_PAGE_PICTURE_BYTES", 3 * min(sizes) + min(sizes) // 2)
+    page = page_of(run)
+    assert [caption for caption, _ in pictures_in(page)] == ["teacher, 50 steps", "teacher, 4 steps", "cycle 0"]
+    assert page.count("too large for this page") == 7
+
+
+def test_adversarial_runs_and_long_runs(tmp_path):
+    """Catches the discriminator left out, and a page that holds up training: 2,000 cycles in 1 s."""
+    noise = random.Random(0)
+    lines = [{**dmd_values(cycle, 2000, noise), "gan/generator_loss": 0.7, "gan/discriminator_loss": 0.6,
+              "gan/gradient_ratio": 0.1, "discriminator/grad_norm": 0.5, "time/discriminator_s": 0.1}
+             for cycle in range(1, 2001)]
+    run = train_only(tmp_path / "run", lines)
+    (run / "config.yaml").write_text("job: dmd\n")
+    start_s = time.process_time()
+    page = page_of(run)
+    assert time.process_time() - start_s < 1.0 and len(page) < 1_000_000
+    assert plot_of(page, "GAN losses") and plot_of(page, "GAN gradient")
+    for title in ("Gradient norm", "Time per cycle"):
+        assert "<i></i>discriminator <b>" in plot_of(page, title)

@@ -25,7 +25,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def make_role(module: nn.Module, group=None, **counters) -> Role:
-    optimizer = adamw(module, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    optimizer = adamw(module.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
     return Role("student", module, group, group, optimizer, lambda step: 0.1, **counters)
 
 
@@ -56,7 +56,7 @@ def reference(weighted: bool, max_grad_norm: float):
     loss = (out * counts).sum() / counts.sum()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(module.parameters(), max_grad_norm)
-    adamw(module, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01).step()
+    adamw(module.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01).step()
     return loss.item(), norm.item(), [p.detach().float() for p in module.parameters()]
 
 

@@ -260,7 +260,7 @@ class DiT(nn.Module):
         """[B, T, P * P * C] -> [B, C, H, W]"""
         side, patch = self.config.input_size // self.config.patch_size, self.config.patch_size
         grid = patches_BTO.unflatten(-1, (patch, patch, -1)).unflatten(1, (side, side))  # B, row, column, P, P, C
-        return grid.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        return grid.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3).clone()  # FSDP2 warns of a view
 
     def fsdp_units(self) -> list[list[nn.Module]]:
         """Modules to shard together; embeddings and final layer are the root's."""

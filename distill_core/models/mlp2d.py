@@ -126,18 +126,22 @@ class MLP2D(nn.Module):
         self.final_layer = nn.Linear(config.hidden_size, NUM_COORDINATES)
 
     def forward(self, x_BX: Tensor, s_B: Tensor, labels_B: Tensor, *, recompute: bool = False,
-                context_fn: ContextFn = noop_context_fn) -> Tensor:
+                context_fn: ContextFn = noop_context_fn, features: int | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Velocity [B, 2] in the parameters' dtype.
 
         s_B: noise level of each sample, 0 (data) to 1 (noise), fp32 or float64. labels_B: 0 .. num_classes - 1, or
         num_classes for no condition. recompute: activation checkpointing of every block under `context_fn`.
+        features: index of a block whose output [B, 1, D] is returned as well, for a discriminator head.
         """
         self._check(x_BX, s_B, labels_B)
         condition_BD = self.t_embedder(s_B) + self.y_embedder(labels_B)
         x_BD = self.x_embedder(x_BX.to(self.x_embedder.weight.dtype))
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
             x_BD = block(x_BD, condition_BD, recompute, context_fn)
-        return self.final_layer(x_BD)
+            if index == features:
+                features_B1D = x_BD[:, None]
+        v_BX = self.final_layer(x_BD)
+        return v_BX if features is None else (v_BX, features_B1D)
 
     def _check(self, x_BX: Tensor, s_B: Tensor, labels_B: Tensor) -> None:
         if (tuple(x_BX.shape[1:]) != (NUM_COORDINATES,) or s_B.shape != x_BX.shape[:1]
