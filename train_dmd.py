@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import logging
 import os
 import shlex
@@ -29,21 +30,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distill_core import checkpoint as ckpt
 from distill_core import config as cfg
 from distill_core.adapters import Adapter, guided_velocity, predict_x0, read_adapter
-from distill_core.build import LoRA, build_flow, check_flow, load_progress, shard_flow
+from distill_core.build import LoRA, build_flow, check_flow, load_progress, meta_flow, shard_flow
 from distill_core.data import batch_at, read_conditions, read_latents
 from distill_core.ema import EMA
 from distill_core.flow import add_noise, euler_sample, few_step_sample, score_times, student_grid, x0_from_velocity
 from distill_core.fsdp import local_bytes, num_parameters, reshard, shard
 from distill_core.lora import checkpoint_context_fn
 from distill_core.losses_dmd import (dmd_gradient, fake_loss_weight, fake_score_loss_per_sample,
-                                     gan_discriminator_loss, noise_bins, surrogate_per_sample)
-from distill_core.metrics import DMD_COLUMNS, Console, JsonlWriter, Metrics, human_bytes, human_count, table
+                                     gan_discriminator_loss, gan_generator_losses, gradient_at, noise_bins,
+                                     surrogate_per_sample, with_gradient)
+from distill_core.metrics import DMD_COLUMNS, Console, Journal, Metrics, human_bytes, human_count, table
 from distill_core.models.discriminator import Discriminator
 from distill_core.noise import normal, uniform
 from distill_core.phases import exit_step_at, lr_at, phase_at
@@ -94,7 +95,7 @@ def prepare(config: cfg.DMDConfig, world_size: int) -> Job:
     check_run_dir(run_dir)
     plan = plan_roles(config)
     adapter = read_adapter(config.teacher.path)
-    check_flow(config.teacher.path, adapter)
+    check_flow(config.teacher.path, adapter, (config.lora.targets or adapter.lora_targets) if config.lora.rank else ())
     labels = read_conditions(config.data.conditions, num_classes=adapter.num_classes)
     latents = latent_labels = None
     if config.gan.weight > 0:
@@ -135,9 +136,11 @@ def fingerprints(job: Job) -> dict[str, Any]:
         flat["max_cycles"] = config.max_cycles
     if config.dmd.normalizer == "batch":  # of a micro-batch, as published
         flat["dmd.student_micro_batch_size_per_gpu"] = config.dmd.student_micro_batch_size_per_gpu
-    flat |= {"data.conditions.sha256": digest(job.labels), "teacher.model": repr(job.adapter),
+    model = json.loads((Path(config.teacher.path) / "config.json").read_text(encoding="utf-8"))
+    flat |= {"data.conditions.sha256": digest(job.labels), "teacher.model": model,
              "teacher.weights": job.teacher_digest}
-    return flat if job.latents is None else flat | {"data.latents.sha256": digest(job.latents)}
+    return flat if job.latents is None else flat | {"data.latents.sha256": digest(job.latents),
+                                                    "data.latents.labels": digest(job.latent_labels)}
 
 
 def digest(tensor: Tensor) -> str:
@@ -277,26 +280,19 @@ def rollout(run: Run, role: str, batch: Batch, exit_step: int) -> Tensor:
 
 def student_times(run: Run, batch: Batch) -> Tensor:
     """[B] noise levels at which teacher and fake score are compared."""
-    dmd = run.job.config.dmd
-    ids = batch.ids if dmd.score_time_per == "sample" else torch.zeros_like(batch.ids)
-    u = uniform(ids, seed=run.job.config.seed, stream="score time", step=batch.attempt)
-    return score_times(u, law=dmd.score_times, discrete_steps=dmd.score_discrete_steps, shift=dmd.score_timestep_shift,
-                       low=dmd.score_sigma_min, high=dmd.score_sigma_max)
+    return noise_levels(run, batch, "student")
 
 
 def fake_times(run: Run, batch: Batch) -> Tensor:
-    """[B] noise levels at which the fake score is trained; by default those of the student's loss."""
+    """[B] noise levels at which the fake score is trained; by default by the law of the student's."""
+    return noise_levels(run, batch, "fake_score")
+
+
+def noise_levels(run: Run, batch: Batch, role: str) -> Tensor:
     dmd = run.job.config.dmd
     ids = batch.ids if dmd.score_time_per == "sample" else torch.zeros_like(batch.ids)
-    u = uniform(ids, seed=run.job.config.seed, stream="fake time", step=batch.attempt)
-
-    def own(value: Any, inherited: Any) -> Any:
-        return inherited if value is None else value
-
-    return score_times(u, law=own(dmd.fake_times, dmd.score_times), discrete_steps=dmd.score_discrete_steps,
-                       shift=own(dmd.fake_timestep_shift, dmd.score_timestep_shift),
-                       low=own(dmd.fake_sigma_min, dmd.score_sigma_min),
-                       high=own(dmd.fake_sigma_max, dmd.score_sigma_max))
+    u = uniform(ids, seed=run.job.config.seed, stream=f"{role} time", step=batch.attempt)
+    return score_times(u, **cfg.score_time_law(dmd, role))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -423,8 +419,8 @@ def fake_losses(run: Run, batch: Batch, metrics: Metrics) -> Tensor:
 def generator_losses(run: Run, batch: Batch, x: Tensor, g: Tensor, metrics: Metrics) -> Tensor:
     """[B] softplus(-D(x)). Its gradient is taken at x, so that fake score and head, which it passes, receive none."""
     head = run.roles["discriminator"].module
-    values, gradient = gradient_at(x, lambda leaf: F.softplus(
-        -head(features(run, batch, leaf, batch.labels, "gan noise"))))
+    values, gradient = gradient_at(x, lambda leaf: gan_generator_losses(
+        head(features(run, batch, leaf, batch.labels, "gan noise"))))
     weight, num = run.job.config.gan.weight, len(x)
     ratio = weight * gradient.norm() / (g.norm() / g[0].numel()).clamp_min(1e-12)
     metrics.mean("gan/generator_loss", values.sum(), num)
@@ -437,10 +433,10 @@ def trunk_losses(run: Run, batch: Batch) -> Tensor:
     head, real = run.roles["discriminator"].module, real_samples(run, batch)
 
     def through(hidden: Tensor, sign: float) -> Tensor:
-        return with_gradient(*gradient_at(hidden, lambda leaf: F.softplus(sign * head(leaf))), hidden)
+        return with_gradient(*gradient_at(hidden, lambda leaf: gan_generator_losses(sign * head(leaf))), hidden)
 
-    return (through(features(run, batch, batch.x, batch.labels, "gan noise"), 1.0)
-            + through(features(run, batch, real.x, real.labels, "gan noise of real"), -1.0))
+    return (through(features(run, batch, real.x, real.labels, "gan noise of real"), 1.0)
+            + through(features(run, batch, batch.x, batch.labels, "gan noise"), -1.0))
 
 
 def train_discriminator(run: Run, metrics: Metrics, turn: int, batches: Sequence[Batch]) -> PhaseResult:
@@ -474,20 +470,6 @@ def real_samples(run: Run, batch: Batch) -> Batch:
     indices = torch.tensor(batch_at(batch.attempt * size, size, len(run.job.latents), run.job.config.seed + 1))
     mine = indices[batch.ids.cpu()]
     return Batch(batch.attempt, batch.ids, run.job.latent_labels[mine].to(device), run.job.latents[mine].to(device))
-
-
-def gradient_at(x: Tensor, losses_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """(losses [B], their gradients at x), detached; no parameter that `losses_of` uses receives a gradient."""
-    leaf = x.detach().requires_grad_()
-    with torch.enable_grad():
-        values = losses_of(leaf)
-    (gradient,) = torch.autograd.grad(values.sum(), leaf)
-    return values.detach(), gradient
-
-
-def with_gradient(values: Tensor, gradient: Tensor, x: Tensor) -> Tensor:
-    """[B] these values, with `gradient` as their gradient at x."""
-    return values + ((x - x.detach()) * gradient).flatten(1).sum(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -595,23 +577,22 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
     log.info(start_block(job, world))
     run = build_run(job, world, log)
     saved = resumed_from = resume(run)
-    writer = open_metrics(run, resumed_from) if world.rank == 0 else None
-    console, stopped = Console(config.max_cycles, columns=DMD_COLUMNS, unit="cycle"), False
+    journal, stopped = open_journal(run, resumed_from), False
     if evaluation_due(run):  # also one that a stop request has cut off
-        log_eval(run, writer, evaluate(run))
+        log_evaluation(run, journal)
 
     while run.cycle < config.max_cycles and not stopped:
         values = train_cycle(run)
-        log_cycle(run, writer, console, values)
+        log_cycle(run, journal, values)
         stopped = bool(agree_max(world.students_control, stop_request.wanted())[0])
         last = run.cycle == config.max_cycles
         if evaluation_due(run) and (last or not stopped):
-            log_eval(run, writer, evaluate(run))
+            log_evaluation(run, journal)
         if last or stopped or (config.checkpoint.every and run.cycle % config.checkpoint.every == 0):
             saved = save_checkpoint(run, resumed_from)
 
-    if writer is not None:
-        writer.close()
+    journal.close()
+    if world.rank == 0:
         write_report(job.run_dir)
         log.info(end_block(run, saved))
         mark(job.run_dir, "DONE" if run.cycle >= config.max_cycles else "PREEMPTED")
@@ -669,34 +650,26 @@ def cycle_values(run: Run, results: dict[str, list[PhaseResult]], values: dict[s
     return own | {"samples_per_s": trained_on / values["time/cycle_s"]}
 
 
-def open_metrics(run: Run, resumed_from: Path | None) -> JsonlWriter:
-    writer = JsonlWriter(run.job.run_dir / "metrics.jsonl", resumed_step=run.cycle if resumed_from else -1)
-    message = f"resumed from {resumed_from}" if resumed_from else "fresh run"
-    run.log.info(message)
-    writer.write(run.cycle, {"event": "resumed" if resumed_from else "start", "message": message,
-                             "device": str(run.world.device), "torch": torch.__version__,
-                             "ranks": run.job.world_size, "changed": cfg.differences(run.job.config)}, kind="event")
-    return writer
+def open_journal(run: Run, resumed_from: Path | None) -> Journal:
+    facts = {"device": str(run.world.device), "torch": torch.__version__, "ranks": run.job.world_size,
+             "changed": cfg.differences(run.job.config)}
+    console = Console(run.job.config.max_cycles, columns=DMD_COLUMNS, unit="cycle")
+    return Journal(run.job.run_dir, run.log, console, writes=run.world.rank == 0, step=run.cycle,
+                   resumed_from=resumed_from, facts=facts)
 
 
-def log_cycle(run: Run, writer: JsonlWriter | None, console: Console, values: dict[str, float]) -> None:
-    if writer is None:
-        return
-    writer.write(run.cycle, values)
+def log_cycle(run: Run, journal: Journal, values: dict[str, float]) -> None:
+    config = run.job.config
+    journal.training(run.cycle, values,
+                     shown=run.cycle % config.metrics.log_every == 0 or run.cycle == config.max_cycles)
     for role in trained(run):
-        if role.skips_in_a_row and values[f"{role.name}/update_applied"] == 0:
-            message = f"{role.name}: loss or gradient norm is not finite"
-            run.log.warning(f"cycle {run.cycle}: skip: {message}")
-            writer.write(run.cycle, {"event": "skip", "message": message}, kind="event")
-    if run.cycle % run.job.config.metrics.log_every == 0 or run.cycle == run.job.config.max_cycles:
-        run.log.info(console.row(run.cycle, values))
+        if role.skips_in_a_row:
+            journal.event(run.cycle, "skip", f"{role.name}: loss or gradient norm is not finite")
 
 
-def log_eval(run: Run, writer: JsonlWriter | None, values: dict[str, float]) -> None:
-    if writer is not None:
-        writer.write(run.cycle, values, kind="eval")
-        shown = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items())
-        run.log.info(f"evaluation at cycle {run.cycle}: {shown}")
+def log_evaluation(run: Run, journal: Journal) -> None:
+    journal.evaluation(run.cycle, evaluate(run))
+    if run.world.rank == 0:
         write_report(run.job.run_dir)
 
 
@@ -704,37 +677,26 @@ def log_eval(run: Run, writer: JsonlWriter | None, values: dict[str, float]) -> 
 # Start and end blocks, dry run
 
 def role_memory(job: Job) -> list[tuple[str, int, int, int]]:
-    """(role, its parameters, trained ones, bytes on a rank without activations): a tree counts with its first role."""
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in job.adapter.build().parameters())
-    rows, seen = [], set()
+    """(role, its weights, those trained, bytes on a rank without activations); a tree counts with its first role."""
+    rows, trees = [], {}
     for spec in job.plan:
-        if spec.tree == "discriminator":
-            own = sum(p.numel() for p in Discriminator(job.adapter.feature_size).parameters())
-            rows.append((spec.name, own, own, 16 * own // job.world_size))
-            continue
-        options = tree_options(job)[spec.tree]
-        own = lora_size(job) if spec.adapter else size
-        base = 0
-        if spec.tree not in seen and (spec.adapter or spec.optimizer is None):
-            base = size * options["dtype"].itemsize
-        if spec.optimizer is not None:
-            base += 16 * own  # fp32 weight, gradient and two moments
-        elif spec.adapter:
-            base += 4 * own
-        seen.add(spec.tree)
-        rows.append((spec.name, own, own if spec.optimizer else 0, base // job.world_size))
+        size = 0
+        if spec.tree not in trees:
+            trees[spec.tree] = meta_tree(job, spec.tree)
+            size = local_bytes(trees[spec.tree].parameters())
+        role = Role(spec.name, trees[spec.tree], adapter=spec.adapter)
+        own = sum(weight.numel() for _, weight in role.named_weights())
+        trained = own if spec.optimizer else 0
+        rows.append((spec.name, own, trained, (size + 12 * trained) // job.world_size))  # fp32 gradient and two moments
     return rows
 
 
-def lora_size(job: Job) -> int:
-    [options] = [options for options in tree_options(job).values() if "lora" in options][:1]
-    lora = options["lora"]
-    with torch.device("meta"):
-        module = job.adapter.build()
-    linears = [layer for path, layer in module.named_modules()
-               if any(f".{path}".endswith(f".{target}") for target in lora.targets)]
-    return sum(lora.rank * (linear.in_features + linear.out_features) for linear in linears)
+def meta_tree(job: Job, tree: str) -> nn.Module:
+    if tree == "discriminator":
+        with torch.device("meta"):
+            return Discriminator(job.adapter.feature_size)
+    options = tree_options(job)[tree]
+    return meta_flow(job.adapter, dtype=options["dtype"], trainable=options["trainable"], lora=options.get("lora"))
 
 
 def check_memory(job: Job, available: int) -> None:

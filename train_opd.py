@@ -41,7 +41,7 @@ from distill_core.fsdp import gather_into, local_bytes, num_parameters
 from distill_core.generate import Sample, generate
 from distill_core.losses_kl import (forward_kl_full, forward_kl_topk, reverse_kl_full, reverse_kl_sampled,
                                     reverse_kl_topk)
-from distill_core.metrics import Console, JsonlWriter, Metrics, human_bytes, human_count, read_jsonl, table
+from distill_core.metrics import Console, Journal, Metrics, human_bytes, human_count, read_jsonl, table
 from distill_core.models.lm import LMConfig
 from distill_core.phases import lr_at
 from distill_core.report import write_report
@@ -531,26 +531,25 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
         gc.collect()
     run.teacher = connect_teacher(job, world, config.teacher.path, job.teacher_lm)
     saved = resumed_from = resume(run)
-    writer = open_metrics(run, resumed_from) if world.rank == 0 else None
-    console, alarmed, stopped = Console(config.max_steps), False, False
+    journal, alarmed, stopped = open_journal(run, resumed_from), False, False
     if evaluation_due(run):  # also one that a stop request has cut off
-        log_eval(run, writer, evaluate(run))
+        log_evaluation(run, journal)
 
     while run.step < config.max_steps and not stopped:
         values = step_once(run)
-        log_step(run, writer, console, values)
-        alarmed = check_alarms(run, values, writer)
+        log_step(run, journal, values)
+        alarmed = check_alarms(run, values, journal)
         stopped = bool(agree_max(world.students_control, alarmed or stop_request.wanted())[0])
         last = run.step == config.max_steps
         if evaluation_due(run) and (last or not stopped):
-            log_eval(run, writer, evaluate(run))
+            log_evaluation(run, journal)
         if last or stopped or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
             saved = save_checkpoint(run, resumed_from)
         run.teacher.keepalive()
 
     run.teacher.stop()
-    if writer is not None:
-        writer.close()
+    journal.close()
+    if world.rank == 0:
         write_report(job.run_dir)
         log.info(end_block(run, saved))
     if alarmed:
@@ -584,7 +583,7 @@ def step_once(run: Run) -> dict[str, float]:
                      "tokens_per_s": values["tokens"] / values["time/step_s"]}
 
 
-def check_alarms(run: Run, values: dict[str, float], writer: JsonlWriter | None) -> bool:
+def check_alarms(run: Run, values: dict[str, float], journal: Journal) -> bool:
     """Warn about values beyond their limits; True if one of them shall stop the run. The same on every rank."""
     nan = float("nan")  # compares as false: a metric that the step does not have raises no alarm
     signed = {"student_mass": -values.get("student_mass", nan),  # alarms when it falls
@@ -600,43 +599,29 @@ def check_alarms(run: Run, values: dict[str, float], writer: JsonlWriter | None)
         stops = stops or alarm.action == "stop"
         if name not in run.alarms_on:
             side = "below" if sign < 0 else "above"
-            log_event(run, writer, "alarm", f"{name} = {sign * value:.4g} is {side} its limit {alarm.limit:.4g}")
+            journal.event(run.step, "alarm", f"{name} = {sign * value:.4g} is {side} its limit {alarm.limit:.4g}")
         run.alarms_on.add(name)
     return stops
 
 
-def open_metrics(run: Run, resumed_from: Path | None) -> JsonlWriter:
-    writer = JsonlWriter(run.job.run_dir / "metrics.jsonl", resumed_step=run.step if resumed_from else -1)
-    message = f"resumed from {resumed_from}" if resumed_from else "fresh run"
-    run.log.info(message)
-    writer.write(run.step, {"event": "resumed" if resumed_from else "start", "message": message,
-                            "device": str(run.world.device), "torch": torch.__version__,
-                            "ranks": run.job.plan.world_size, "changed": cfg.differences(run.job.config)}, kind="event")
-    return writer
+def open_journal(run: Run, resumed_from: Path | None) -> Journal:
+    facts = {"device": str(run.world.device), "torch": torch.__version__, "ranks": run.job.plan.world_size,
+             "changed": cfg.differences(run.job.config)}
+    return Journal(run.job.run_dir, run.log, Console(run.job.config.max_steps), writes=run.world.rank == 0,
+                   step=run.step, resumed_from=resumed_from, facts=facts)
 
 
-def log_step(run: Run, writer: JsonlWriter | None, console: Console, values: dict[str, float]) -> None:
-    if writer is None:
-        return
-    writer.write(run.step, values)
+def log_step(run: Run, journal: Journal, values: dict[str, float]) -> None:
+    config = run.job.config
+    journal.training(run.step, values, shown=run.step % config.metrics.log_every == 0 or run.step == config.max_steps)
     if not values["step_applied"]:
-        log_event(run, writer, "skip", f"loss {values['loss']:.4g} or gradient norm {values['grad_norm']:.4g} "
-                                       "is not finite")
-    if run.step % run.job.config.metrics.log_every == 0 or run.step == run.job.config.max_steps:
-        run.log.info(console.row(run.step, values))
+        journal.event(run.step, "skip", f"loss {values['loss']:.4g} or gradient norm {values['grad_norm']:.4g} is not "
+                                        "finite")
 
 
-def log_event(run: Run, writer: JsonlWriter | None, event: str, message: str) -> None:
-    if writer is not None:
-        run.log.warning(f"step {run.step}: {event}: {message}")
-        writer.write(run.step, {"event": event, "message": message}, kind="event")
-
-
-def log_eval(run: Run, writer: JsonlWriter | None, values: dict[str, float]) -> None:
-    if writer is not None:
-        writer.write(run.step, values, kind="eval")
-        shown = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items())
-        run.log.info(f"evaluation at step {run.step}: {shown}")
+def log_evaluation(run: Run, journal: Journal) -> None:
+    journal.evaluation(run.step, evaluate(run))
+    if run.world.rank == 0:
         write_report(run.job.run_dir)
 
 

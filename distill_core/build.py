@@ -153,6 +153,16 @@ def build_flow(folder: str | Path, architecture: Architecture, mesh: DeviceMesh,
 def shard_flow(architecture: Architecture, mesh: DeviceMesh, *, dtype: torch.dtype, trainable: bool,
                compute_dtype: torch.dtype | None = None, lora: LoRA | None = None) -> nn.Module:
     """The sharded module without storage: what `build_flow` fills, and all that a dry run needs."""
+    module = meta_flow(architecture, dtype=dtype, trainable=trainable, lora=lora)
+    shard(module, architecture.fsdp_units(module), mesh,
+          compute_dtype=None if compute_dtype == dtype and lora is None else compute_dtype,
+          cast_forward_inputs=False)  # the noise level must stay fp32; the module casts the rest
+    return module
+
+
+def meta_flow(architecture: Architecture, *, dtype: torch.dtype, trainable: bool,
+              lora: LoRA | None = None) -> nn.Module:
+    """The whole module without storage, with adapters, and with requires_grad as it is to be trained."""
     assert not (trainable and lora), "with adapters the base is frozen"
     module = _flow_on_meta(architecture, dtype)
     module.requires_grad_(trainable)  # before the first forward: FSDP2 derives its reduce dtype from what is trainable
@@ -161,15 +171,15 @@ def shard_flow(architecture: Architecture, mesh: DeviceMesh, *, dtype: torch.dty
         for name, is_trained in lora.adapters.items():
             for _, parameter in named_adapter(module, name):
                 parameter.requires_grad_(is_trained)
-    shard(module, architecture.fsdp_units(module), mesh,
-          compute_dtype=None if compute_dtype == dtype and lora is None else compute_dtype,
-          cast_forward_inputs=False)  # the noise level must stay fp32; the module casts the rest
     return module
 
 
-def check_flow(folder: str | Path, architecture: Architecture) -> None:
-    """Validate every safetensors header against the architecture without reading weights."""
-    check_tensors(open_folder(folder), dict(_flow_on_meta(architecture, torch.float32).named_parameters()))
+def check_flow(folder: str | Path, architecture: Architecture, lora_targets: Sequence[str] = ()) -> None:
+    """Validate every safetensors header, and LoRA targets, against the architecture without reading weights."""
+    module = _flow_on_meta(architecture, torch.float32)
+    check_tensors(open_folder(folder), dict(module.named_parameters()))
+    if lora_targets:
+        inject(module, lora_targets, rank=1, alpha=1.0)
 
 
 def _flow_on_meta(architecture: Architecture, dtype: torch.dtype) -> nn.Module:

@@ -18,7 +18,7 @@ Shapes: B batch, samples x and predictions [B, ...], logits of a discriminator a
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -148,15 +148,33 @@ def fake_score_loss(v_pred: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
 # Discriminator (arXiv 2405.14867)
 
 
-def gan_generator_loss(fake_logits: Tensor) -> Tensor:
-    """Scalar: mean softplus(-D(generated)), for the student."""
-    return F.softplus(-_widen(fake_logits)[0]).mean()
+def gan_generator_losses(fake_logits: Tensor) -> Tensor:
+    """softplus(-D(generated)) of each logit, for the student."""
+    return F.softplus(-_widen(fake_logits)[0])
 
 
 def gan_discriminator_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
     """Scalar: mean softplus(-D(real)) + mean softplus(D(generated)), for the discriminator; the batches may differ."""
     real_logits, fake_logits = _widen(real_logits, fake_logits)
     return F.softplus(-real_logits).mean() + F.softplus(fake_logits).mean()
+
+
+def gradient_at(x: Tensor, losses_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """(losses [B], gradient of each at x [B, ...]), detached; parameters that `losses_of` uses receive no gradient.
+
+    losses_of(x) must give one loss per sample that depends on that sample alone. For a network that another phase
+    trains: the discriminator, and the fake score whose features it reads, in the student's phase.
+    """
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        losses_B = losses_of(leaf)
+        (gradient,) = torch.autograd.grad(losses_B.sum(), leaf)
+    return losses_B.detach(), gradient
+
+
+def with_gradient(losses_B: Tensor, gradient: Tensor, x: Tensor) -> Tensor:
+    """[B] these losses, with `gradient` as what they send back into x: the way on from `gradient_at`."""
+    return losses_B + ((x - x.detach()) * gradient).flatten(1).sum(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

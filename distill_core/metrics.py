@@ -8,12 +8,12 @@ A token mean over the global batch is sum / count with both added over ranks fir
     metrics.mean("loss", loss_sum, num_tokens)           # once per micro-batch, sums add up
     metrics.peak("memory_peak_bytes", peak_bytes)
     values = metrics.reduce(group)                       # {"loss": 0.71, ...}, the same on every rank
-    writer.write(step, values)                           # rank 0: writer = JsonlWriter(path, resumed_step=-1)
-    print(console.row(step, values))                     # rank 0: console = Console(max_steps)
+    journal.training(step, values, shown=True)           # journal = Journal(run_dir, log, Console(max_steps), ...)
 """
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -151,6 +151,43 @@ class JsonlWriter:
         self._file.close()
 
 
+class Journal:
+    """What a run tells while it goes on: lines in its metrics.jsonl, rows on the terminal. One rank `writes`."""
+
+    def __init__(self, run_dir: str | Path, log: logging.Logger, console: Console, *, writes: bool, step: int,
+                 resumed_from: Path | None, facts: dict[str, Any]) -> None:
+        """facts: fields of the first event beside its message, such as the device."""
+        self._log, self._console, self._writer = log, console, None
+        if not writes:
+            return
+        self._writer = JsonlWriter(Path(run_dir) / "metrics.jsonl", resumed_step=step if resumed_from else -1)
+        message = f"resumed from {resumed_from}" if resumed_from else "fresh run"
+        log.info(message)
+        event = {"event": "resumed" if resumed_from else "start", "message": message}
+        self._writer.write(step, event | facts, kind="event")
+
+    def training(self, step: int, values: dict[str, float], *, shown: bool) -> None:
+        if self._writer is not None:
+            self._writer.write(step, values)
+            if shown:
+                self._log.info(self._console.row(step, values))
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        if self._writer is not None:
+            self._writer.write(step, values, kind="eval")
+            listed = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items())
+            self._log.info(f"evaluation at {self._console.unit} {step}: {listed}")
+
+    def event(self, step: int, event: str, message: str) -> None:
+        if self._writer is not None:
+            self._log.warning(f"{self._console.unit} {step}: {event}: {message}")
+            self._writer.write(step, {"event": event, "message": message}, kind="event")
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
 def read_jsonl(path: str | Path, *, required: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Objects of a JSON-lines file; a torn last line (a killed writer) is left out, another bad one is a ValueError."""
     raw_lines = Path(path).read_bytes().splitlines()
@@ -239,7 +276,7 @@ class Console:
     def __init__(self, max_steps: int, *, columns: Sequence[Column] = OPD_COLUMNS, unit: str = "step",
                  title_every: int = 20, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_steps, self._columns, self._title_every, self._clock = max_steps, columns, title_every, clock
-        self._step_title = f"{unit}/max"
+        self.unit, self._step_title = unit, f"{unit}/max"
         self._num_rows = 0
         self._last: tuple[int, float] | None = None  # step and time of the row before
         self._step_s = self._weight = 0.0  # moving average, and the weight it has gathered (bias correction)

@@ -102,10 +102,13 @@ class Role:
         return [] if self.optimizer is None else self.named_weights()
 
     def named_weights(self) -> list[tuple[str, Tensor]]:
-        """What distinguishes the role: its adapter's parameters, or all that may be trained (of a frozen one: all)."""
+        """What is the role's own: its adapter, or the weights that are trained (of a frozen one: all but adapters)."""
         if self.adapter is not None:
             return named_adapter(self.module, self.adapter)
-        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad or self.optimizer is None]
+        named = self.module.named_parameters()
+        if self.optimizer is None:
+            return [(name, p) for name, p in named if ".lora_A." not in name and ".lora_B." not in name]
+        return [(name, p) for name, p in named if p.requires_grad]
 
     @contextmanager
     def scope(self) -> Iterator[None]:

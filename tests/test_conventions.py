@@ -92,7 +92,7 @@ def our_gradient(dmd, x, real, fake):
 @pytest.mark.parametrize("names", [{"dmd2", "causvid", "self_forcing", "lightx2v"}, {"fastgen"}, {"fastvideo"},
                                    {"rcm"}, {"verl_omni"}], ids=lambda names: "+".join(sorted(names)))
 def test_student_gradient(names):
-    """Catches another normaliser or epsilon; the latter decides for samples as near the teacher as in the second batch."""
+    """Catches another normaliser or epsilon: the second batch lies so near the teacher that the latter decides."""
     x, real, fake = randn(seed=0), randn(seed=1), randn(seed=2)
     batches = [(x, real, fake), (x, x + 1e-7 * real, fake)]
     for name in names:

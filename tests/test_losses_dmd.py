@@ -28,9 +28,11 @@ from distill_core.losses_dmd import (
     fake_score_loss,
     fake_score_loss_per_sample,
     gan_discriminator_loss,
-    gan_generator_loss,
+    gan_generator_losses,
+    gradient_at,
     noise_bins,
     surrogate_per_sample,
+    with_gradient,
 )
 from distill_core.phases import phase_at
 
@@ -254,7 +256,7 @@ def test_precision(dtype):
     assert grad.dtype == dtype
     assert_near(grad, (gradient.g / x.numel()).to(dtype), atol=1e-9)
     logits = x.detach()[:, 0, 0, 0]
-    assert gan_generator_loss(logits).dtype == gan_discriminator_loss(logits, logits).dtype == wide
+    assert gan_generator_losses(logits).dtype == gan_discriminator_loss(logits, logits).dtype == wide
 
 
 def test_refuses_shapes_that_would_broadcast():
@@ -332,10 +334,10 @@ def test_gan_terms():
     ones, zeros = torch.ones(8, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
     logistic = F.binary_cross_entropy_with_logits
     assert_near(gan_discriminator_loss(real, fake), logistic(real, ones) + logistic(fake, zeros))
-    assert_near(gan_generator_loss(fake), logistic(fake, ones[:5]))
-    grad, = torch.autograd.grad(gan_generator_loss(fake), fake)
+    assert_near(gan_generator_losses(fake).mean(), logistic(fake, ones[:5]))
+    grad, = torch.autograd.grad(gan_generator_losses(fake).mean(), fake)
     assert (grad < 0).all()  # descending raises D(generated)
-    assert gan_generator_loss(torch.tensor([-1e4])).isfinite()
+    assert gan_generator_losses(torch.tensor([-1e4])).isfinite()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -426,3 +428,28 @@ def test_student_reaches_the_teacher():
 def test_broken_distillations_fail_the_same_check(broken):
     """Negative controls: the check above sees each of these mistakes, by a wide margin and in half the time."""
     assert not relative_error(*distil(num_cycles=60, **broken)) < 0.3  # the healthy run is at 0.07 by then
+
+
+def test_a_gradient_taken_at_an_input_is_that_of_autograd():
+    """Catches a detour that loses or scales the gradient, and one that leaves gradients in the network it passes."""
+    generator = torch.Generator().manual_seed(3)
+    net = torch.nn.Linear(5, 1).double()
+    base = torch.randn(4, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(4, generator=generator, dtype=torch.float64)
+
+    def losses_of(x):
+        return gan_generator_losses(net(x.sin())[:, 0])
+
+    x = base * 2
+    losses, gradient = gradient_at(x, losses_of)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert not losses.requires_grad and not gradient.requires_grad
+    (with_gradient(losses, gradient, x) * weights).sum().backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    taken, base.grad = base.grad, None
+    direct = losses_of(base * 2)
+    assert torch.equal(direct, losses)
+    (direct * weights).sum().backward()
+    assert torch.allclose(taken, base.grad, rtol=1e-12)
+    with torch.no_grad():  # also where the caller has switched gradients off
+        assert torch.equal(gradient_at(x, losses_of)[1], gradient)

@@ -820,7 +820,7 @@ BAD = {
     "label out of range": (["data.conditions=FOLDER/wide.npz"], "wide.npz: labels[1]: 4 is no class"),
     "latents of another shape": (["gan.weight=0.1", "data.latents=FOLDER/wide.npz"], "samples of shape [3]"),
     "teacher of another shape": (["teacher.path=FOLDER/thin"], "thin"),
-    "unknown LoRA target": (["lora.rank=2", "lora.targets=[attn.q]"], "attn.q"),
+    "unknown LoRA target": (["lora.rank=2", "lora.targets=[attn.q]"], "LoRA target 'attn.q' names no layer"),
 }
 
 

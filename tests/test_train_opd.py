@@ -326,12 +326,12 @@ def test_alarms_warn_or_stop(tmp_path):
     assert (tmp_path / "runs/tiny/checkpoints/step_00000001").is_dir()
 
 
-class FakeWriter:
+class FakeJournal:
     def __init__(self):
         self.events = []
 
-    def write(self, step, values, *, kind):
-        self.events.append(values["message"])
+    def event(self, step, event, message):
+        self.events.append(message)
 
 
 @pytest.mark.parametrize("values, fires", [
@@ -343,9 +343,9 @@ class FakeWriter:
 def test_each_alarm_fires_beyond_its_limit_only(tmp_path, values, fires):
     """Catches an alarm with its sign turned round, one that watches nothing, and one that repeats itself each step."""
     job = train_opd.prepare(cfg.load(write_config(tmp_path)), 3, 3)
-    run, writer = train_opd.Run(job, None, logging.getLogger("test"), None, None), FakeWriter()
-    stops = [train_opd.check_alarms(run, values, writer) for _ in range(3)]
-    assert [event.split(" ")[0] for event in writer.events] == ([fires] if fires else [])
+    run, journal = train_opd.Run(job, None, logging.getLogger("test"), None, None), FakeJournal()
+    stops = [train_opd.check_alarms(run, values, journal) for _ in range(3)]
+    assert [event.split(" ")[0] for event in journal.events] == ([fires] if fires else [])
     assert stops == [fires == "teacher_nonfinite"] * 3
 
 
