@@ -170,8 +170,9 @@ class Run:
             return predict_x0(self.job.adapter, self.roles[role].module, x_s, s, condition, **self.recomputing(role))
 
     def recomputing(self, role: str) -> dict[str, Any]:
-        return {"recompute": self.job.config.dmd.activation_checkpointing and torch.is_grad_enabled(),
-                "context_fn": checkpoint_context_fn(self.roles[role].module)}
+        if not (self.job.config.dmd.activation_checkpointing and torch.is_grad_enabled()):
+            return {}
+        return {"recompute": True, "context_fn": checkpoint_context_fn(self.roles[role].module)}
 
 
 def build_run(job: Job, world: World, log: logging.Logger) -> Run:
@@ -211,7 +212,9 @@ def tree_options(job: Job) -> dict[str, dict[str, Any]]:
 
 
 def build_role(job: Job, world: World, spec: RoleSpec, module: nn.Module) -> Role:
-    role = Role(spec.name, module, world.student_mesh.get_group(), world.students_control, adapter=spec.adapter)
+    alone = job.world_size == 1  # then there is nothing to agree on
+    role = Role(spec.name, module, None if alone else world.student_mesh.get_group(),
+                None if alone else world.students_control, adapter=spec.adapter)
     if spec.optimizer is None:
         return role
     optim, horizon = optimizer_options(job.config)[spec.name]

@@ -70,6 +70,8 @@ def build_lm(folder: str | Path, mesh: DeviceMesh, device: torch.device, *, dtyp
     config = read_lm_config(folder)
     model = shard_meta(config, mesh, dtype=dtype, compute_dtype=compute_dtype, offload=offload, trainable=trainable)
     model.to_empty(device="cpu" if offload else device)
+    if mesh.size() == 1:
+        model.tie()  # not sharded, perhaps: then to_empty has given the head other memory
     assert not config.tied or model.lm_head.weight is model.model.embed_tokens.weight, "sharding untied the head"
     _load(open_folder(folder), model, config, progress)
     return model
@@ -154,8 +156,8 @@ def shard_flow(architecture: Architecture, mesh: DeviceMesh, *, dtype: torch.dty
                compute_dtype: torch.dtype | None = None, lora: LoRA | None = None) -> nn.Module:
     """The sharded module without storage: what `build_flow` fills, and all that a dry run needs."""
     module = meta_flow(architecture, dtype=dtype, trainable=trainable, lora=lora)
-    shard(module, architecture.fsdp_units(module), mesh,
-          compute_dtype=None if compute_dtype == dtype and lora is None else compute_dtype,
+    stored = torch.float32 if trainable or lora else dtype  # of what is trained
+    shard(module, architecture.fsdp_units(module), mesh, compute_dtype=None if compute_dtype == stored else compute_dtype,
           cast_forward_inputs=False)  # the noise level must stay fp32; the module casts the rest
     return module
 

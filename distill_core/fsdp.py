@@ -30,7 +30,10 @@ def shard(model: nn.Module, units: Sequence[Sequence[nn.Module]], mesh: DeviceMe
     offload: keep shards in host memory (needs an accelerator).
     cast_forward_inputs: inputs too; False where the model casts what may be cast (a noise level must stay fp32).
     Everything is resharded after its forward, the root too: a root that stays gathered would go stale at the next step.
+    On a mesh of one rank a module that needs neither stays as it is: FSDP would only copy its parameters around.
     """
+    if mesh.size() == 1 and compute_dtype is None and not offload:
+        return
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None,
                                   cast_forward_inputs=cast_forward_inputs)
     offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()

@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny_dmd
 import torch
 from ranks import run_ranks
 from safetensors import safe_open
-from tiny import VOCAB, write_lm
+from tiny import VOCAB, write_lm, whole
+from tiny_dmd import MODELS, write_flow
 from torch.distributed.device_mesh import init_device_mesh
 
-from distill_core.build import (build_head, build_lm, build_replica, check_folder, common_vocab, load_lm, memory_plan,
-                                read_lm_config)
+from distill_core.adapters import read_adapter
+from distill_core.build import (LoRA, build_flow, build_head, build_lm, build_replica, check_flow, check_folder,
+                                common_vocab, load_flow, load_lm, memory_plan, read_lm_config)
 from distill_core.fsdp import gather_into
+from distill_core.lora import use
 from distill_core.safetensors_io import write_folder
 
 VARIANTS = {"tied": {}, "untied": {"tie_word_embeddings": False}, "qwen3": {"model_type": "qwen3", "head_dim": 8,
@@ -145,3 +149,106 @@ def test_memory_plan_counts_what_is_really_allocated(tmp_path):
     assert plan["student"]["KV cache"] == cache.k.nbytes + cache.v.nbytes
     inline = memory_plan(config, config, num_students=2, num_servers=0, **settings)
     assert set(inline) == {"student"} and inline["student"]["teacher shard"] == 2 * total // 2
+
+
+# --- flow models ----------------------------------------------------------------------------------------------------
+
+ADAPTERS = LoRA({"student": True, "student_ema": False}, ("fc1", "fc2"), rank=2, alpha=2.0, seed=3)
+
+
+def flow_batch(adapter):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(5, *adapter.latent_shape, generator=generator), torch.rand(5, generator=generator), torch.arange(5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_sharded_flow_models_equal_plain_ones(tmp_path, kind, num_ranks):
+    """Catches rows of the wrong rank, adapters that do not start as no-ops, and masks set after the first forward."""
+    folder = write_flow(tmp_path / kind, kind)
+    adapter = read_adapter(folder)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    x, s, labels = flow_batch(adapter)
+    plain = load_flow(folder, adapter)
+    with torch.no_grad():
+        want = plain(x, s, labels)
+    assert not plain.training
+
+    def body(rank):
+        mesh, found = init_device_mesh("cpu", (num_ranks,)), []
+        for lora, trainable in ((None, True), (None, False), (ADAPTERS, False)):
+            module = build_flow(folder, adapter, mesh, torch.device("cpu"), dtype=torch.float32, trainable=trainable, lora=lora)
+            with torch.no_grad(), use(module, "student" if lora else None):
+                out = module(x, s, labels)
+            found.append((out, {name for name, p in module.named_parameters() if p.requires_grad}))
+        adapters = {name: whole(p) for name, p in module.named_parameters()
+                    if "lora" in name}
+        return found, adapters
+
+    names = {name for name, _ in plain.named_parameters()}
+    for found, adapters in run_ranks(body, num_ranks):
+        for out, _ in found:
+            torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+        assert [trained for _, trained in found[:2]] == [names, set()]
+        assert found[2][1] == {name for name in adapters if name.endswith(".student")} != set()
+        for path in [name.removesuffix(".lora_A.student") for name in adapters if name.endswith("lora_A.student")]:
+            own, other = (adapters[f"{path}.lora_A.{name}"] for name in ADAPTERS.adapters)
+            assert not torch.equal(own, other) and not adapters[f"{path}.lora_B.student"].any()
+            assert own.abs().max() <= own.shape[1]**-0.5 and own.std() > 0.1 * own.shape[1]**-0.5
+
+
+def test_adapters_are_the_same_at_any_world_size_and_differ_by_seed(tmp_path):
+    """Catches adapters drawn per shard, or all from one seed whatever the config says."""
+    folder = write_flow(tmp_path / "flow")
+    adapter = read_adapter(folder)
+
+    def body(rank, num_ranks, seed):
+        module = build_flow(folder, adapter, init_device_mesh("cpu", (num_ranks,)), torch.device("cpu"), trainable=False,
+                            dtype=torch.bfloat16, compute_dtype=torch.bfloat16, lora=ADAPTERS._replace(seed=seed))
+        dtypes = {"lora" in name: p.dtype for name, p in module.named_parameters()}
+        return module.blocks[1].fc1.lora_A["student"].full_tensor(), dtypes
+
+    (one, dtypes), *_ = run_ranks(lambda rank: body(rank, 1, 3), 1)
+    assert dtypes == {False: torch.bfloat16, True: torch.float32}, "a bf16 base, adapters that an optimizer can train"
+    assert all(torch.equal(one, other) for other, _ in run_ranks(lambda rank: body(rank, 2, 3), 2))
+    assert not any(torch.equal(one, other) for other, _ in run_ranks(lambda rank: body(rank, 1, 4), 1))
+
+
+@pytest.mark.parametrize("fault, message", [("missing shard", "safetensors: is missing"), ("wrong shape", "embedder.weight"),
+                                            ("fewer blocks", "blocks.2"), ("more blocks", "blocks.3"), ("target", "fc9")])
+def test_bad_flow_folders_are_refused_before_any_weight_is_read(tmp_path, fault, message):
+    """Catches a teacher that is not what its config.json says, and adapters on layers that do not exist."""
+    folder = write_flow(tmp_path / "flow")
+    check_flow(folder, read_adapter(folder), ("fc1", "modulation"))
+    targets = ("fc9",) if fault == "target" else ()
+    changes = {"wrong shape": {"hidden_size": 9}, "fewer blocks": {"depth": 2}, "more blocks": {"depth": 4}}.get(fault, {})
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+    if fault == "missing shard":
+        sorted(folder.glob("model-*"))[0].unlink()
+    with pytest.raises(ValueError, match=message) as caught:
+        check_flow(folder, read_adapter(folder), targets)
+    assert "\n" not in str(caught.value)
+
+
+def test_nan_in_a_flow_model_is_refused_by_name(tmp_path, monkeypatch):
+    """Catches a broken download that is a valid safetensors file."""
+    monkeypatch.setattr(tiny_dmd, "random_values", lambda key, shape, scale: torch.full(shape, float("nan")))
+    folder = write_flow(tmp_path / "flow")
+    check_flow(folder, read_adapter(folder))
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        load_flow(folder, read_adapter(folder))
+
+
+def test_a_flow_module_with_a_buffer_is_refused(tmp_path):
+    """Catches a position table that a meta build leaves as garbage, on each rank its own."""
+    class Buffered:
+        latent_shape = (2,)
+
+        def build(self):
+            module = torch.nn.Linear(2, 2)
+            module.register_buffer("table", torch.ones(2), persistent=False)
+            return module
+
+    with pytest.raises(ValueError, match="buffer table would be left uninitialised"):
+        check_flow(write_flow(tmp_path / "flow"), Buffered())

@@ -35,12 +35,16 @@ SHAPES = {
 
 def hollow_folder(folder: Path, raw: dict) -> None:
     """A folder as a release has it, with a true header over a sparse file: gigabytes that take no disk."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(raw))
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
     with torch.device("meta"):
         model = CausalLM(config_from_hf(raw, source=str(folder)))
-    for name, parameter in model.named_parameters():
+    hollow_weights(folder, dict(model.named_parameters()))
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def hollow_weights(folder: Path, parameters: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(parents=True)
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, parameter in parameters.items():
         end = offset + 2 * parameter.numel()
         header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [offset, end]}
         offset = end

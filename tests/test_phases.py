@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import count, islice
+from operator import eq
 
 import pytest
 
-from distill_core.phases import Phase, phase_at
+from distill_core.phases import Phase, exit_step_at, phase_at
 
 
 def brute_force(ratio: int, warmup_cycles: int):
@@ -54,3 +56,45 @@ def test_refuses(arguments):
     """Negative counters, which divmod would turn into plausible phases."""
     with pytest.raises(ValueError, match="fake_update_ratio at least 1"):
         phase_at(*arguments)
+
+
+# --- which step of a rollout is trained -----------------------------------------------------------------------------
+
+def steps(count: int = 400, **changes) -> list[int]:
+    settings = {"num_steps": 4, "rule": "uniform", "seed": 0, "stream": "student", **changes}
+    return [exit_step_at(turn, **settings) for turn in range(count)]
+
+
+def test_exit_steps_by_rule():
+    """A step that is never trained, or a rotation that skips one."""
+    assert steps(6, rule="last") == [3] * 6
+    assert steps(6, rule="round_robin") == [0, 1, 2, 3, 0, 1]
+    assert {rule: set(steps(9, rule=rule, num_steps=1)) for rule in ("last", "round_robin", "uniform")} == {
+        "last": {0}, "round_robin": {0}, "uniform": {0}}
+
+
+def test_uniform_exit_steps_are_uniform_and_independent():
+    """A draw that favours a step, repeats itself from turn to turn, or is one for two roles or seeds."""
+    counts = Counter(steps(4000))
+    assert sorted(counts) == [0, 1, 2, 3] and all(abs(count - 1000) < 5 * 27.4 for count in counts.values())  # 5 sigma
+    straight = steps(4000)
+    for other in (straight[1:] + straight[:1], steps(4000, stream="fake_score"), steps(4000, seed=1)):
+        assert abs(sum(map(eq, straight, other)) - 1000) < 5 * 27.4
+
+
+def test_uniform_exit_steps_are_a_pure_function():
+    """Another draw in another version or after a resume: these numbers are what older runs trained."""
+    assert steps(12) == [1, 2, 2, 1, 2, 3, 2, 3, 1, 2, 1, 0]
+    assert exit_step_at(10 ** 12, num_steps=4, rule="uniform", seed=0, stream="student") in range(4)
+    random.seed(0)
+    before = random.getstate()
+    steps()
+    assert random.getstate() == before, "the global generator is left alone"
+
+
+@pytest.mark.parametrize("arguments, message", [({"rule": "first"}, "uniform, last or round_robin"),
+                                                ({"num_steps": 0}, "num_steps must be at least 1")])
+def test_exit_step_refuses(arguments, message):
+    """A typo taken for another rule."""
+    with pytest.raises(ValueError, match=message):
+        steps(1, **arguments)

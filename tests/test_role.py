@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from distill_core.fsdp import gather_into, global_grad_norm, reshard, shard
+from distill_core.lora import inject
 from distill_core.ownership import GradientOwnershipError, owns
 from distill_core.phases import lr_at
-from distill_core.role import PhaseLoss, Role, adamw, restore_role, role_state, role_tensors, run_phase
+from distill_core.role import (PhaseLoss, Role, RoleSpec, adamw, check_plan, restore_role, role_state, role_tensors,
+                               run_phase)
 
 SAMPLES = [(torch.randn(5, generator=torch.Generator().manual_seed(i)), 1 + i % 3) for i in range(12)]  # input, count
 
@@ -266,3 +268,112 @@ def test_reshard_frees_gathered_parameters():
         return plain, hasattr(module[0].weight, "to_local")
 
     assert run_ranks(body, 2) == [(True, True)] * 2
+
+
+# --- plan and adapters of one base ----------------------------------------------------------------------------------
+
+PLAN = {"trained": ["student", "fake_score"], "frozen": ["teacher", "student_ema"]}
+SHARED = [RoleSpec("student", "base", "a", "optim.a"), RoleSpec("teacher", "base"),
+          RoleSpec("fake_score", "base", "b", "optim.b"), RoleSpec("student_ema", "base", "c")]
+APART = [RoleSpec(spec.name, spec.name, None, spec.optimizer) for spec in SHARED]
+
+
+def test_sound_plans_pass():
+    """Catches a check that refuses what is right: four trees, adapters of one base, adapters in trees of their own."""
+    for plan in (SHARED, APART, [spec._replace(tree=spec.name) for spec in SHARED]):
+        check_plan(plan, **PLAN)
+
+
+@pytest.mark.parametrize("plan, place, change, message", [
+    (APART, 1, {"optimizer": "optim.t"}, "role teacher: is frozen and takes no optimizer"),
+    (APART, 2, {"optimizer": None}, "role fake_score: is trained and needs an optimizer"),
+    (APART, 2, {"optimizer": "optim.a"}, "roles student and fake_score share the optimizer optim.a"),
+    (APART, 3, {"tree": "student"}, "roles student and student_ema have the same weights"),
+    (APART, 3, {"tree": "student", "adapter": "c"}, "role student: would train the base that other roles share"),
+    (SHARED, 2, {"adapter": "a"}, "roles student and fake_score have the same adapter a"),
+    (SHARED, 2, {"adapter": None}, "roles teacher and fake_score have the same weights"),
+    (SHARED, 3, {"name": "student"}, "exactly student, fake_score, teacher, student_ema are needed, each once"),
+    (APART, 1, {"name": "critic"}, "roles student, critic, fake_score, student_ema: exactly")])
+def test_unsound_plans_are_refused_in_one_line(plan, place, change, message):
+    """Catches two roles that train one weight, an average that an optimizer owns, a base that moves under its roles."""
+    plan = list(plan)
+    plan[place] = plan[place]._replace(**change)
+    with pytest.raises(ValueError, match=message) as caught:
+        check_plan(plan, **PLAN)
+    assert "\n" not in str(caught.value)
+
+
+def shared_base() -> dict[str, Role]:
+    """Student and fake score train an adapter each of one module, the average has a third and the teacher none."""
+    module = net()
+    inject(module, ["0", "2"], rank=2, alpha=2.0, adapters=("student", "fake_score", "student_ema"))
+    for index, (_, parameter) in enumerate(module.named_parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(index))
+    roles = {name: Role(name, module, adapter=name) for name in ("student", "fake_score", "student_ema")}
+    for name in ("student", "fake_score"):
+        roles[name].optimizer = torch.optim.SGD([p for _, p in roles[name].named_weights()], lr=0.1)
+        roles[name].lr = lambda step: 0.1
+    return roles | {"teacher": Role("teacher", module)}
+
+
+def test_roles_of_one_base_own_their_adapters_alone():
+    """Catches an optimizer over the base or over another role's adapter, and a frozen role that owns anything."""
+    roles = shared_base()
+    owned = {name: {own for own, _ in role.named_trainable()} for name, role in roles.items()}
+    assert owned["teacher"] == owned["student_ema"] == set()
+    assert owned["student"] == {f"{layer}.lora_{side}.student" for layer in (0, 2) for side in "AB"}
+    assert not owned["student"] & owned["fake_score"]
+    assert [name for name, _ in roles["student_ema"].named_weights()] == [
+        f"{layer}.lora_{side}.student_ema" for layer in (0, 2) for side in "AB"]
+    before = {name: p.detach().clone() for name, p in roles["teacher"].module.named_parameters()}
+
+    def compute(batch):
+        with roles["student"].scope():
+            return PhaseLoss(roles["student"].module(batch).square().mean(), len(batch))
+
+    assert run_phase(roles["student"], [torch.ones(2, 5)], compute, roles=list(roles.values()), max_grad_norm=1.0).applied
+    moved = {name for name, p in roles["teacher"].module.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == owned["student"]
+
+
+def test_a_scope_is_the_roles_own_and_is_restored():
+    """Catches a forward of another role's adapter, a teacher in train mode, and an adapter left active by an error."""
+    roles, x = shared_base(), torch.ones(2, 5)
+    module = roles["teacher"].module
+    outputs = {}
+    for name, role in roles.items():
+        with role.scope():
+            outputs[name] = module(x)
+            assert module.training == (role.optimizer is not None)
+        assert module.training and module[0].active is None
+    assert len({float(out.sum()) for out in outputs.values()}) == 4
+    torch.testing.assert_close(outputs["teacher"], net_of(module)(x))
+    with roles["student"].scope():
+        with pytest.raises(KeyError), roles["teacher"].scope():
+            raise KeyError
+        assert module.training and module[0].active == "student"
+
+
+def net_of(module: nn.Module) -> nn.Module:
+    """The base alone, as a plain module."""
+    plain = net()
+    plain.load_state_dict({name: value for name, value in module.state_dict().items() if "lora" not in name})
+    return plain
+
+
+@pytest.mark.parametrize("difference", ["key", "adapter", "none"])
+def test_ranks_that_run_different_phases_are_stopped(difference):
+    """Catches gradients of two adapters or exit steps added up: FSDP does not mind where shapes agree."""
+    def body(rank):
+        module = net()
+        shard(module, [[module[0]], [module[2]]], init_device_mesh("cpu", (2,)))
+        role = make_role(module, dist.group.WORLD)
+        role.name = f"student {rank}" if difference == "adapter" else "student"
+        try:
+            return run_phase(role, [SAMPLES], summed(module), roles=[role], max_grad_norm=1.0,
+                             key=rank if difference == "key" else 7).applied
+        except AssertionError as error:
+            return str(error)
+
+    found = run_ranks(body, 2, timeout_s=10)
+    assert found == [True, True] if difference == "none" else all("ranks disagree on the phase" in each for each in found)

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def torchrun(path: Path, num_ranks: int, *overrides: str) -> subprocess.Popen:
+def torchrun(path: Path, num_ranks: int, *overrides: str, script: str = "train_opd.py") -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}", "--max-restarts=0",
-               "train_opd.py", "--config", str(path), *overrides]
+               script, "--config", str(path), *overrides]
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import VOCAB, write_config, write_lm, write_prompts
+from tiny import VOCAB, write_config, write_lm, write_prompts, whole
 
 import train_opd
 from distill_core import config as cfg
@@ -88,13 +88,13 @@ def one_step(job, world):
     """The step's loss, metrics, this rank's samples, and gradients as the change of parameters under SGD with lr 1."""
     run = train_opd.build_student(job, world, logging.getLogger("test"))
     run.teacher = train_opd.connect_teacher(job, world, job.config.teacher.path, job.teacher_lm)
-    before = {name: p.full_tensor().clone() for name, p in run.student.module.named_parameters()}
+    before = {name: whole(p).clone() for name, p in run.student.module.named_parameters()}
     run.student.optimizer = torch.optim.SGD(run.student.module.parameters(), lr=1.0)
     run.student.lr = lambda step: 1.0
     samples, metrics = train_opd.sample_prompts(run), Metrics()
     result, _ = train_opd.train_step(run, train_opd.make_batches(run, samples), metrics)
     values = metrics.reduce(world.students_control)
-    change = {name: before[name] - p.full_tensor() for name, p in run.student.module.named_parameters()}
+    change = {name: before[name] - whole(p) for name, p in run.student.module.named_parameters()}
     run.teacher.stop()
     return result, values, samples, change
 

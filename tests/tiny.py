@@ -7,11 +7,17 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distill_core.models.lm import CausalLM, config_from_hf
 from distill_core.safetensors_io import write_folder
 
 VOCAB = 263  # prime: uneven over any number of ranks; the byte tokenizer uses ids 0 .. 256
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a parameter, sharded (then a collective) or not."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def write_lm(folder: Path, *, seed: int = 0, scale: float = 0.25, vocab_size: int = VOCAB, **changes) -> Path:
