@@ -47,15 +47,15 @@ from distill_core.losses_dmd import (dmd_gradient, fake_loss_weight, fake_score_
 from distill_core.metrics import DMD_COLUMNS, Console, Journal, Metrics, human_bytes, human_count, table
 from distill_core.models.discriminator import Discriminator
 from distill_core.noise import normal, uniform
-from distill_core.phases import exit_step_at, lr_at, phase_at
+from distill_core.phases import attempts_of, exit_step_at, lr_at, phase_at
 from distill_core.pictures import picture_of, write_png
 from distill_core.report import write_report
 from distill_core.role import (PhaseLoss, PhaseResult, Role, RoleSpec, adamw, check_plan, restore_role, role_state,
                                role_tensors, run_phase)
 from distill_core.run import StopRequest, check_run_dir, lock_run, mark, open_run, parse_args, report_failure
 from distill_core.safetensors_io import open_folder, weights_digest
-from distill_core.topology import (World, agree_max, device_memory, env_rank, make_groups, peak_memory, pick_device,
-                                   plan_ranks, start, stop)
+from distill_core.topology import (World, agree_equal, agree_max, device_memory, env_rank, make_groups, peak_memory,
+                                   pick_device, plan_ranks, start, stop)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BIN_EDGES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -63,7 +63,7 @@ BIN_EDGES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 # Keys that may change between a run and its resumption without changing what is computed.
 FREE_KEYS = ("name", "run_root", "max_cycles", "device", "teacher.path", "topology.", "data.conditions", "data.latents",
              "dmd.student_micro_batch_size_per_gpu", "dmd.fake_score_micro_batch_size_per_gpu", "dmd.export_role",
-             "dmd.activation_checkpointing", "eval.", "checkpoint.", "metrics.")
+             "dmd.convention", "dmd.activation_checkpointing", "eval.", "checkpoint.", "metrics.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,11 +76,11 @@ class Job:
     run_dir: Path
     adapter: Adapter
     plan: tuple[RoleSpec, ...]
-    labels: Tensor  # [N] int64: the conditions
-    latents: Tensor | None  # [M, *latent_shape], real samples for the discriminator, with
-    latent_labels: Tensor | None  # [M]
-    teacher_digest: str
-    notes: list[str]  # for the start block
+    labels: Tensor | None = None  # [N] int64: the conditions
+    latents: Tensor | None = None  # [M, *latent_shape], real samples for the discriminator, with
+    latent_labels: Tensor | None = None  # [M]
+    teacher_digest: str = ""
+    notes: Sequence[str] = ()  # for the start block
 
     @property
     def grid(self) -> list[float]:
@@ -90,12 +90,10 @@ class Job:
 
 def prepare(config: cfg.DMDConfig, world_size: int) -> Job:
     """Read config.json, headers, conditions and latents; ValueError of one line for what a user can mend."""
-    cfg.check_world(config, world_size)
-    run_dir = Path(config.run_root) / config.name
-    check_run_dir(run_dir)
-    plan = plan_roles(config)
-    adapter = read_adapter(config.teacher.path)
-    check_flow(config.teacher.path, adapter, (config.lora.targets or adapter.lora_targets) if config.lora.rank else ())
+    job = describe(config, world_size)
+    check_run_dir(job.run_dir)
+    adapter = job.adapter
+    check_flow(config.teacher.path, adapter)
     labels = read_conditions(config.data.conditions, num_classes=adapter.num_classes)
     latents = latent_labels = None
     if config.gan.weight > 0:
@@ -104,12 +102,42 @@ def prepare(config: cfg.DMDConfig, world_size: int) -> Job:
             raise ValueError(f"data.latents: {config.data.latents} holds samples of shape {list(latents.shape[1:])}, "
                              f"the teacher takes {list(adapter.latent_shape)}")
     notes = [f"data.conditions: {len(labels)} labels of {adapter.num_classes} classes", *cfg.warnings(config)]
-    job = Job(config, world_size, run_dir, adapter, plan, labels, latents, latent_labels,
-              weights_digest(open_folder(config.teacher.path)), notes)
-    saved = ckpt.peek(run_dir / "checkpoints")
+    job = dataclasses.replace(job, labels=labels, latents=latents, latent_labels=latent_labels, notes=notes,
+                              teacher_digest=weights_digest(open_folder(config.teacher.path)))
+    saved = ckpt.peek(job.run_dir / "checkpoints")
     if saved is not None:  # refused here already, before anything of the earlier run is touched
         ckpt.compare_fingerprints(saved["fingerprints"], fingerprints(job), config.checkpoint.allow_drift)
     return job
+
+
+def describe(config: cfg.DMDConfig, world_size: int) -> Job:
+    """The part of the job that needs the teacher's config.json only."""
+    cfg.check_world(config, world_size)
+    job = Job(config, world_size, Path(config.run_root) / config.name, read_adapter(config.teacher.path),
+              plan_roles(config))
+    check_adapter_fits(job)
+    for tree in {spec.tree for spec in job.plan}:
+        meta_tree(job, tree)  # refuses LoRA targets that name no layer
+    return job
+
+
+def check_adapter_fits(job: Job) -> None:
+    """Refuse what would only show in the middle of a run."""
+    config, adapter, grid = job.config, job.adapter, job.grid
+    if len(grid) != config.dmd.student_steps + 1 or not all(a > b for a, b in zip(grid, grid[1:])):
+        raise ValueError(f"dmd.rollout_timestep_shift: {config.dmd.rollout_timestep_shift:g} gives the noise levels "
+                         f"{grid}, which do not descend (lower it)")
+    if config.gan.weight > 0 and not (hasattr(adapter, "features") and hasattr(adapter, "feature_size")):
+        raise ValueError(f"gan.weight: {config.gan.weight:g}, but the adapter {adapter.kind} has no features for a "
+                         "discriminator (set gan.weight=0)")
+    guided = config.dmd.teacher_guidance_scale != 1
+    if guided and config.dmd.cfg_norm == "layer_norm" and adapter.latent_shape[0] == 1:
+        raise ValueError("dmd.cfg_norm: layer_norm scales each position to the norm over its channels, of which this "
+                         "teacher has one: only signs would be left (set dmd.cfg_norm=scalar or none)")
+    if config.eval.every and len(adapter.latent_shape) != 3 and tuple(adapter.latent_shape) != (2,):
+        raise ValueError(f"eval.every: samples of shape {list(adapter.latent_shape)} cannot be drawn as a picture (set "
+                         "eval.every=0)")
+    json.dumps(adapter.state_dict())
 
 
 def plan_roles(config: cfg.DMDConfig) -> tuple[RoleSpec, ...]:
@@ -131,7 +159,8 @@ def plan_roles(config: cfg.DMDConfig) -> tuple[RoleSpec, ...]:
 def fingerprints(job: Job) -> dict[str, Any]:
     """What must be equal for a resumed run to continue the same computation, as flat dotted keys."""
     config = job.config
-    flat = cfg.flatten(config, leave_out=FREE_KEYS)
+    idle = ("lora.",) * (config.lora.rank == 0) + ("gan.",) * (config.gan.weight == 0)
+    flat = cfg.flatten(config, leave_out=FREE_KEYS + idle)
     if {config.dmd.student_optim.schedule, config.dmd.fake_score_optim.schedule} != {"constant"}:
         flat["max_cycles"] = config.max_cycles
     if config.dmd.normalizer == "batch":  # of a micro-batch, as published
@@ -186,6 +215,8 @@ def build_run(job: Job, world: World, log: logging.Logger) -> Run:
         shard(head, [], world.student_mesh)
         trees["discriminator"] = head
     roles = {spec.name: build_role(job, world, spec, trees[spec.tree]) for spec in job.plan}
+    owned = [id(parameter) for role in roles.values() for _, parameter in role.named_trainable()]
+    assert len(set(owned)) == len(owned), "two optimizers own one parameter"
     ema = EMA(by_position(roles["student"]), by_position(roles["student_ema"]))
     return Run(job, world, log, roles, ema)
 
@@ -350,7 +381,7 @@ def record_gradient(metrics: Metrics, gradient: Any, x: Tensor, gap: Tensor, s: 
     metrics.mean("dmd/normalizer", gradient.normaliser_B.mean() * num, num)
     metrics.total("dmd/nonfinite", gradient.num_nonfinite)
     metrics.mean("student/sample_mean", x.mean() * num, num)
-    metrics.mean("student/sample_std", x.std(correction=0) * num, num)
+    metrics.mean("student/sample_square", x.square().mean() * num, num)
     record_bins(metrics, "dmd/gradient_norm", size_B, s)
     record_bins(metrics, "dmd/teacher_fake_gap", gap_B, s)
 
@@ -379,7 +410,7 @@ def phase_loss(run: Run, losses: Tensor, batch_size: int) -> PhaseLoss:
 # ---------------------------------------------------------------------------------------------------------------------
 # The fake score's phase
 
-def train_fake_score(run: Run, metrics: Metrics, turn: int, batches: Sequence[Batch]) -> PhaseResult:
+def train_fake_score(run: Run, metrics: Metrics, batches: Sequence[Batch]) -> PhaseResult:
     """One attempt: a denoising step on samples of the student, so that it knows where they lie now."""
     config, fake = run.job.config, run.roles["fake_score"]
 
@@ -387,17 +418,21 @@ def train_fake_score(run: Run, metrics: Metrics, turn: int, batches: Sequence[Ba
         return phase_loss(run, fake_losses(run, batch, metrics), config.dmd.fake_score_batch_size)
 
     return run_phase(fake, batches, compute, roles=list(run.roles.values()),
-                     max_grad_norm=config.dmd.fake_score_optim.max_grad_norm, key=turn)
+                     max_grad_norm=config.dmd.fake_score_optim.max_grad_norm, key=run.attempt)
 
 
 @torch.no_grad()
-def fake_batches(run: Run, turn: int, index: int) -> list[Batch]:
-    """Micro-batches with samples of the student: new ones, or for the first attempt of a cycle the student's own."""
+def fake_batches(run: Run, index: int) -> list[Batch]:
+    """Micro-batches with samples of the student: new ones, or for the first attempt of a cycle the student's own.
+
+    index: the attempt's place among those of the fake score in its cycle.
+    """
     dmd = run.job.config.dmd
     size, micro = dmd.fake_score_batch_size, dmd.fake_score_micro_batch_size_per_gpu
-    if dmd.fake_batch == "reuse_student" and index == 0:
+    reuses = dmd.fake_batch == "reuse_student"
+    if reuses and index == 0:
         return [batch._replace(attempt=run.attempt) for batch in cut(run.reused, micro)]
-    exit_step = exit_step_of(run, "fake_score", turn)
+    exit_step = exit_step_of(run, "fake_score", run.cycle * (dmd.fake_update_ratio - reuses) + index - reuses)
     return [batch._replace(x=rollout(run, "student", batch, exit_step)) for batch in draw(run, size, micro)]
 
 
@@ -442,7 +477,7 @@ def trunk_losses(run: Run, batch: Batch) -> Tensor:
             + through(features(run, batch, batch.x, batch.labels, "gan noise"), -1.0))
 
 
-def train_discriminator(run: Run, metrics: Metrics, turn: int, batches: Sequence[Batch]) -> PhaseResult:
+def train_discriminator(run: Run, metrics: Metrics, batches: Sequence[Batch]) -> PhaseResult:
     """One attempt of the head, on the samples that the fake score was trained on and as many real ones."""
     role = run.roles["discriminator"]
 
@@ -456,7 +491,7 @@ def train_discriminator(run: Run, metrics: Metrics, turn: int, batches: Sequence
         return PhaseLoss(loss, len(batch.ids))
 
     return run_phase(role, batches, compute, roles=list(run.roles.values()),
-                     max_grad_norm=run.job.config.dmd.fake_score_optim.max_grad_norm, key=turn)
+                     max_grad_norm=run.job.config.dmd.fake_score_optim.max_grad_norm, key=run.attempt)
 
 
 def features(run: Run, batch: Batch, x: Tensor, labels: Tensor, stream: str) -> Tensor:
@@ -494,10 +529,10 @@ def evaluate(run: Run) -> dict[str, float]:
             write_png(run.job.run_dir / "samples" / f"{name}.png", picture_of(x, columns=columns_of(len(x))))
     x = samples[f"step_{run.cycle:08d}"]
     run.evaluated = run.cycle
-    values = {"eval/sample_mean": float(x.mean()), "eval/sample_std": float(x.std(0).mean())}
+    values = {"eval/sample_mean": float(x.mean()), "eval/sample_std": float(x.std(0, correction=0).mean())}
     teacher = samples.get(f"teacher_{config.eval.num_teacher_steps}_steps")
     if teacher is not None:
-        values["eval/teacher_std"] = float(teacher.std(0).mean())
+        values["eval/teacher_std"] = float(teacher.std(0, correction=0).mean())
     return values | {"eval/time_s": time.monotonic() - began}
 
 
@@ -515,9 +550,11 @@ def draw_samples(run: Run, sample: Callable[[Batch], Tensor]) -> Tensor:
 
 def teacher_samples(run: Run, batch: Batch, *, num_steps: int) -> Tensor:
     teacher, (condition, null) = run.roles["teacher"], run.job.adapter.conditioning(batch.labels)
+    own, dmd = run.job.config.eval.guidance_scale, run.job.config.dmd
+    scale = dmd.teacher_guidance_scale if own is None else own
     with teacher.scope():
         return euler_sample(lambda x, s: guided_velocity(run.job.adapter, teacher.module, x, s, condition, null,
-                                                         scale=run.job.config.eval.guidance_scale),
+                                                         scale=scale, norm=dmd.cfg_norm),
                             gaussian(run, batch, "initial noise"), student_grid(num_steps, 1.0))
 
 
@@ -578,6 +615,8 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
     """The whole life of a rank."""
     config = job.config
     log.info(start_block(job, world))
+    everything = json.dumps([fingerprints(job), cfg.flatten(config)], sort_keys=True)
+    agree_equal(world.control, everything, "config, data or teacher")
     run = build_run(job, world, log)
     saved = resumed_from = resume(run)
     journal, stopped = open_journal(run, resumed_from), False
@@ -619,23 +658,26 @@ def train_cycle(run: Run) -> dict[str, float]:
         results[role].append(attempt(run, metrics, *args))
         seconds[role] += time.monotonic() - started
 
-    while (phase := phase_at(run.attempt, dmd.fake_update_ratio, dmd.fake_warmup_cycles)).cycle == run.cycle:
+    for attempt in attempts_of(run.cycle, dmd.fake_update_ratio, dmd.fake_warmup_cycles):
+        phase = phase_at(attempt, dmd.fake_update_ratio, dmd.fake_warmup_cycles)
         if phase.role == "student":
             timed("student", train_student)
         else:
             index = phase.index - (run.cycle >= dmd.fake_warmup_cycles)  # among the fake score's, from 0
-            turn = run.cycle * dmd.fake_update_ratio + index
-            batches = fake_batches(run, turn, index)
-            timed("fake_score", train_fake_score, turn, batches)
+            started = time.monotonic()
+            batches = fake_batches(run, index)
+            seconds["fake_score"] += time.monotonic() - started
+            timed("fake_score", train_fake_score, batches)
             if "discriminator" in results:
-                timed("discriminator", train_discriminator, turn, batches)
+                timed("discriminator", train_discriminator, batches)
         run.attempt += 1
     run.cycle += 1
-    for role, spent in {"cycle": time.monotonic() - began, **seconds}.items():
+    for role, spent in {"cycle": time.monotonic() - began, **seconds}.items():  # of the slowest rank
         metrics.peak(f"time/{role}_s", spent)
     metrics.peak("memory_peak_bytes", peak_memory(run.world.device))
     values = metrics.reduce(run.world.students_control)
-    return values | cycle_values(run, results, values)
+    own = cycle_values(run, results, values)
+    return values | own
 
 
 def cycle_values(run: Run, results: dict[str, list[PhaseResult]], values: dict[str, float]) -> dict[str, float]:
@@ -646,7 +688,10 @@ def cycle_values(run: Run, results: dict[str, list[PhaseResult]], values: dict[s
         if attempts:
             own |= {f"{name}/grad_norm": attempts[-1].grad_norm, f"{name}/lr": attempts[-1].lr}
         own |= {f"{name}/update_applied": sum(result.applied for result in attempts),
+                f"{name}/update_skipped": sum(not result.applied for result in attempts),
                 f"{name}/steps": role.successes, f"{name}/skip_nonfinite": role.skips}
+    if "student/sample_square" in values:  # over the whole batch, however it is cut
+        own["student/sample_std"] = (values.pop("student/sample_square") - values["student/sample_mean"]**2)**0.5
     own |= {f"dmd/rollout_exit/{step}": run.exits.count(step) for step in range(dmd.student_steps)}
     trained_on = len(results["student"]) * dmd.student_batch_size
     trained_on += len(results["fake_score"]) * dmd.fake_score_batch_size
@@ -666,7 +711,7 @@ def log_cycle(run: Run, journal: Journal, values: dict[str, float]) -> None:
     journal.training(run.cycle, values,
                      shown=run.cycle % config.metrics.log_every == 0 or run.cycle == config.max_cycles)
     for role in trained(run):
-        if role.skips_in_a_row:
+        if values[f"{role.name}/update_skipped"]:
             journal.event(run.cycle, "skip", f"{role.name}: loss or gradient norm is not finite")
 
 
@@ -752,7 +797,7 @@ def dry_run(config: cfg.DMDConfig) -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend "fake")
 
     world_size = config.topology.world_size or env_rank()[1]
-    job = prepare(config, world_size)
+    job = describe(config, world_size)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     world = make_groups(plan_ranks(world_size, min(world_size, 8), []), torch.device("cpu"), config.topology.timeout_s)
     print(start_block(job, world))

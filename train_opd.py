@@ -52,8 +52,8 @@ from distill_core.run import StopRequest, check_run_dir, lock_run, mark, open_ru
 from distill_core.safetensors_io import open_folder, weights_digest
 from distill_core.teacher import InlineTeacher, Links, RemoteTeacher, Reply, Shape, serve
 from distill_core.topk_logprobs import head_logprobs, sparse_head_logits
-from distill_core.topology import (Pulse, RankPlan, World, agree_max, device_memory, env_rank, make_groups,
-                                   peak_memory, pick_device, plan_ranks, start, stop)
+from distill_core.topology import (Pulse, RankPlan, World, agree_equal, agree_max, device_memory, env_rank,
+                                   make_groups, peak_memory, pick_device, plan_ranks, start, stop)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROBE_TOKENS = 16
@@ -767,6 +767,8 @@ def launch(job: Job, device: torch.device) -> int:
         log = open_run(job.run_dir, cfg.to_yaml(job.config), rank)
         stop_request = StopRequest(job.run_dir)  # teacher ranks outlive a signal too: the students end their service
         world = start(job.plan, device, job.config.topology.timeout_s)
+        everything = json.dumps([fingerprints(job), cfg.flatten(job.config)], sort_keys=True)
+        agree_equal(world.control, everything, "config, data or model")
         if world.is_student:
             train(job, world, log, stop_request)
         else:

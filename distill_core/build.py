@@ -157,7 +157,8 @@ def shard_flow(architecture: Architecture, mesh: DeviceMesh, *, dtype: torch.dty
     """The sharded module without storage: what `build_flow` fills, and all that a dry run needs."""
     module = meta_flow(architecture, dtype=dtype, trainable=trainable, lora=lora)
     stored = torch.float32 if trainable or lora else dtype  # of what is trained
-    shard(module, architecture.fsdp_units(module), mesh, compute_dtype=None if compute_dtype == stored else compute_dtype,
+    shard(module, architecture.fsdp_units(module), mesh,
+          compute_dtype=None if compute_dtype == stored else compute_dtype,
           cast_forward_inputs=False)  # the noise level must stay fp32; the module casts the rest
     return module
 
@@ -176,12 +177,10 @@ def meta_flow(architecture: Architecture, *, dtype: torch.dtype, trainable: bool
     return module
 
 
-def check_flow(folder: str | Path, architecture: Architecture, lora_targets: Sequence[str] = ()) -> None:
-    """Validate every safetensors header, and LoRA targets, against the architecture without reading weights."""
+def check_flow(folder: str | Path, architecture: Architecture) -> None:
+    """Validate every safetensors header against the architecture without reading weights."""
     module = _flow_on_meta(architecture, torch.float32)
     check_tensors(open_folder(folder), dict(module.named_parameters()))
-    if lora_targets:
-        inject(module, lora_targets, rank=1, alpha=1.0)
 
 
 def _flow_on_meta(architecture: Architecture, dtype: torch.dtype) -> nn.Module:
@@ -190,7 +189,7 @@ def _flow_on_meta(architecture: Architecture, dtype: torch.dtype) -> nn.Module:
     buffers = [name for name, _ in module.named_buffers()]
     if buffers:
         raise ValueError(f"{type(module).__name__}: buffer {buffers[0]} would be left uninitialised by a meta build "
-                         "(compute it in the forward, or make it a parameter that does not require grad)")
+                         "(compute it in the forward)")
     return module
 
 

@@ -279,7 +279,7 @@ class GANConfig:
 class DMDEvalConfig:
     every: int = 100                         # cycles between sample grids; 0 = never
     num_samples: int = 64                    # samples of a grid
-    guidance_scale: float = 1.0              # of the teacher's samples beside it, as dmd.teacher_guidance_scale
+    guidance_scale: float | None = None      # of the teacher's samples beside it; null = dmd.teacher_guidance_scale
     num_teacher_steps: int = 50              # Euler steps of the teacher's reference grid; 0 = none
 
 
@@ -533,8 +533,8 @@ def _surprises_dmd(config: DMDConfig) -> list[str]:
         lines.append("dmd.ema_decay=1 never moves the average once it is no copy: student_ema is not the trained "
                      "student")
     if config.dmd.normalizer == "batch":
-        lines.append("dmd.normalizer=batch is one of a micro-batch: dmd.student_micro_batch_size_per_gpu and the number"
-                     " of ranks change results")
+        lines.append("dmd.normalizer=batch is one of a micro-batch: dmd.student_micro_batch_size_per_gpu changes "
+                     "results")
     return lines
 
 

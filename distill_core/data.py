@@ -41,7 +41,7 @@ import zipfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -320,6 +320,7 @@ def sample_at(position: int, num_prompts: int, seed: int) -> tuple[int, int]:
     return position // num_prompts, batch_at(position, 1, num_prompts, seed)[0]
 
 
+@lru_cache(maxsize=4)  # drawing it takes longer than a step where there are millions
 def _epoch_order(epoch: int, num_prompts: int, seed: int) -> np.ndarray:
     """A permutation of range(num_prompts), from raw bits: unlike Generator.permutation, they never change in numpy."""
     keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_prompts)

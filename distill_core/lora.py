@@ -75,6 +75,9 @@ def inject(module: nn.Module, targets: Sequence[str], *, rank: int, alpha: float
     if isinstance(adapters, str) or not adapters or len(set(adapters)) < len(adapters) or not all(
             name.isidentifier() for name in adapters):
         raise ValueError(f"LoRA adapters must be a list of different names of letters, digits and _, got {adapters!r}")
+    taken = [name for name in adapters if hasattr(nn.ParameterDict(), name)]
+    if taken:
+        raise ValueError(f"LoRA adapter {taken[0]!r}: torch uses that name itself (choose another)")
     if lora_layers(module):
         raise ValueError("the module has LoRA adapters already (give all names in one call of inject)")
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):

@@ -36,6 +36,12 @@ def phase_at(attempt: int, fake_update_ratio: int, warmup_cycles: int = 0) -> Ph
     return Phase("student" if index == 0 else "fake_score", warmup_cycles + cycle, index)
 
 
+def attempts_of(cycle: int, fake_update_ratio: int, warmup_cycles: int = 0) -> range:
+    """The attempts that make up a cycle, for `phase_at`."""
+    first = cycle * fake_update_ratio + max(0, cycle - warmup_cycles)
+    return range(first, first + fake_update_ratio + (cycle >= warmup_cycles))
+
+
 def exit_step_at(turn: int, *, num_steps: int, rule: str, seed: int, stream: str) -> int:
     """The step of a few-step rollout that the turn-th attempt of a role trains, 0 ... num_steps - 1.
 

@@ -12,6 +12,7 @@ travel on gloo groups (CPU tensors) whatever the device; the model's tensors on 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import resource
 import time
@@ -185,6 +186,18 @@ def agree_sum(group: dist.ProcessGroup, *values: float) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, group=group)
     return tensor.tolist()
+
+
+def agree_equal(group: dist.ProcessGroup, text: str, what: str) -> None:
+    """ValueError on all ranks where `text` is not the same on all: a stale file on one node would train silently."""
+    mine = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+    digests = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, mine, group=group)
+    odd = [dist.get_global_rank(group, index) for index, digest in enumerate(digests)
+           if not torch.equal(digest, digests[0])]
+    if odd:
+        raise ValueError(f"rank {', '.join(map(str, odd))} has another {what} than rank "
+                         f"{dist.get_global_rank(group, 0)} (compare the files on its node)")
 
 
 class Pulse:

@@ -9,6 +9,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 job=opd
 [[ ${1:-} != opd && ${1:-} != dmd ]] || { job=$1; shift; }
+[[ $job == opd ]] || for override; do  # the two runs differ in these, and the table compares them
+    case $override in
+        name=* | dmd.student_steps=* | teacher.path=*)
+            echo "quickstart.sh: dmd trains two students: ${override%%=*} cannot be set (set run_root, or run" \
+                "launch/torchrun_1node.sh with a config of your own)" >&2
+            exit 2 ;;
+    esac
+done
 venv=${VENV:-.venv}
 python=$venv/bin/python
 
@@ -53,7 +61,7 @@ out=$run/table four=$run
 train 2 configs/dmd_digits_1step.yaml "$@"
 one=$run
 mkdir -p "$out"
-for steps in 50 8 4 1; do sample "teacher, $steps steps" "$teacher" --steps "$steps"; done
+for steps in 50 8 4 2 1; do sample "teacher, $steps steps" "$teacher" --steps "$steps"; done
 for name in four one; do
     rm -rf "${!name}/export"
     "$python" -m distill_core.export --checkpoint "${!name}" --out "${!name}/export"

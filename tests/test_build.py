@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distill_core.adapters import read_adapter
 from distill_core.build import (LoRA, build_flow, build_head, build_lm, build_replica, check_flow, check_folder,
-                                common_vocab, load_flow, load_lm, memory_plan, read_lm_config)
+                                common_vocab, load_flow, load_lm, memory_plan, meta_flow, read_lm_config)
 from distill_core.fsdp import gather_into
 from distill_core.lora import use
 from distill_core.safetensors_io import write_folder
@@ -215,20 +215,27 @@ def test_adapters_are_the_same_at_any_world_size_and_differ_by_seed(tmp_path):
 
 
 @pytest.mark.parametrize("fault, message", [("missing shard", "safetensors: is missing"), ("wrong shape", "embedder.weight"),
-                                            ("fewer blocks", "blocks.2"), ("more blocks", "blocks.3"), ("target", "fc9")])
+                                            ("fewer blocks", "blocks.2"), ("more blocks", "blocks.3")])
 def test_bad_flow_folders_are_refused_before_any_weight_is_read(tmp_path, fault, message):
-    """Catches a teacher that is not what its config.json says, and adapters on layers that do not exist."""
+    """Catches a teacher that is not what its config.json says."""
     folder = write_flow(tmp_path / "flow")
-    check_flow(folder, read_adapter(folder), ("fc1", "modulation"))
-    targets = ("fc9",) if fault == "target" else ()
+    check_flow(folder, read_adapter(folder))
     changes = {"wrong shape": {"hidden_size": 9}, "fewer blocks": {"depth": 2}, "more blocks": {"depth": 4}}.get(fault, {})
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | changes))
     if fault == "missing shard":
         sorted(folder.glob("model-*"))[0].unlink()
     with pytest.raises(ValueError, match=message) as caught:
-        check_flow(folder, read_adapter(folder), targets)
+        check_flow(folder, read_adapter(folder))
     assert "\n" not in str(caught.value)
+
+
+def test_adapters_on_layers_that_do_not_exist_are_refused(tmp_path):
+    """Catches LoRA targets that adapt nothing: known without any weight."""
+    adapter = read_adapter(write_flow(tmp_path / "flow"))
+    assert all(p.is_meta for p in meta_flow(adapter, dtype=torch.float32, trainable=False, lora=ADAPTERS).parameters())
+    with pytest.raises(ValueError, match="fc9"):
+        meta_flow(adapter, dtype=torch.float32, trainable=False, lora=ADAPTERS._replace(targets=("fc9",)))
 
 
 def test_nan_in_a_flow_model_is_refused_by_name(tmp_path, monkeypatch):

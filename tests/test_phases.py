@@ -9,7 +9,7 @@ from operator import eq
 
 import pytest
 
-from distill_core.phases import Phase, exit_step_at, phase_at
+from distill_core.phases import Phase, attempts_of, exit_step_at, phase_at
 
 
 def brute_force(ratio: int, warmup_cycles: int):
@@ -41,6 +41,14 @@ def test_counts_per_cycle(ratio, warmup_cycles):
     for cycle in range(phases[-1].cycle):
         roles = [phase.role for phase in phases if phase.cycle == cycle]
         assert roles == ["student"] * (cycle >= warmup_cycles) + ["fake_score"] * ratio
+
+
+@pytest.mark.parametrize("ratio, warmup_cycles", [(1, 0), (3, 0), (3, 4)])
+def test_the_attempts_of_a_cycle_are_those_whose_phase_says_so(ratio, warmup_cycles):
+    """A cycle that begins or ends an attempt too early, above all the first one after the warm-up."""
+    phases = [phase_at(n, ratio, warmup_cycles) for n in range(200)]
+    for cycle in range(20):
+        assert list(attempts_of(cycle, ratio, warmup_cycles)) == [n for n, p in enumerate(phases) if p.cycle == cycle]
 
 
 def test_is_a_pure_function():

@@ -67,3 +67,23 @@ def test_evaluation_prompts_are_disjoint_from_training_prompts():
                        for path in (CONFIG.data.train[0], CONFIG.data.eval))
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
     assert len({row["prompt"] for row in held_out}) == len(held_out) and all(row["answer"] for row in held_out)
+
+
+def test_digit_students_beat_the_teacher_at_few_steps(tmp_path):
+    """Catches a DMD example that runs but does not learn, with a quarter of its cycles; FD decides, see the README."""
+    done = subprocess.run(["bash", str(ROOT / "launch/quickstart.sh"), "dmd", f"run_root={tmp_path}", "max_cycles=250"],
+                          cwd=tmp_path, env=os.environ | {"VENV": sys.prefix}, text=True, capture_output=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = {}
+    for line in done.stdout.split("acc       FD", 1)[1].splitlines()[1:]:
+        *name, acc, fd, swd, mmd2, std = line.split()
+        if not name or name[0] not in ("teacher,", "student,"):
+            break
+        rows[" ".join(name)] = dict(acc=float(acc), fd=float(fd), std=float(std))
+    four, one, teacher = rows["student, 4 steps"], rows["student, 1 step"], rows["teacher, 50 steps"]
+    assert four["fd"] < rows["teacher, 8 steps"]["fd"] and four["acc"] >= 0.97
+    assert abs(four["std"] / teacher["std"] - 1) < 0.08
+    assert one["fd"] < rows["teacher, 2 steps"]["fd"] / 1.5 < rows["teacher, 1 steps"]["fd"], "the control: no training"
+    for name in ("student, 4 steps", "student, 1 step", "teacher, 50 steps"):
+        assert (tmp_path / "dmd_digits/table" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "dmd_digits/report.html").stat().st_size > 10_000

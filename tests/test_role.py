@@ -346,7 +346,7 @@ def test_a_scope_is_the_roles_own_and_is_restored():
             outputs[name] = module(x)
             assert module.training == (role.optimizer is not None)
         assert module.training and module[0].active is None
-    assert len({float(out.sum()) for out in outputs.values()}) == 4
+    assert len({out.sum().item() for out in outputs.values()}) == 4
     torch.testing.assert_close(outputs["teacher"], net_of(module)(x))
     with roles["student"].scope():
         with pytest.raises(KeyError), roles["teacher"].scope():

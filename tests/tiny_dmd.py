@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.func import functional_call
 
 from distill_core.adapters import make_adapter, read_adapter
 from distill_core.build import load_flow
+from distill_core.fsdp import local
 from distill_core.safetensors_io import write_folder
 
 NUM_CLASSES = 4
@@ -97,9 +98,10 @@ def move_apart(roles, folder: Path) -> None:
     base = dict(load_flow(folder, read_adapter(folder)).named_parameters())
     for role in [role for role in roles if role.name != "teacher"]:
         for name, parameter in role.named_weights():
-            whole = role_value(role.name, name, base[name] if name in base else torch.zeros(parameter.shape))
-            shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(shard.to_local())
+            value = role_value(role.name, name, base[name] if name in base else torch.zeros(parameter.shape))
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            local(parameter).copy_(local(value))
 
 
 def plain_role(role: str, config) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], dict[str, Tensor]]:

@@ -139,7 +139,7 @@ class MLP2D(nn.Module):
         for index, block in enumerate(self.blocks):
             x_BD = block(x_BD, condition_BD, recompute, context_fn)
             if index == features:
-                features_B1D = x_BD[:, None]
+                features_B1D = x_BD[:, None].clone()  # FSDP2 warns of a view
         v_BX = self.final_layer(x_BD)
         return v_BX if features is None else (v_BX, features_B1D)
 
