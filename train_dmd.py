@@ -772,8 +772,8 @@ def start_block(job: Job, world: World) -> str:
         "", f"student:fake = 1:{dmd.fake_update_ratio} attempts per cycle; {student_cycles} student and "
             f"{config.max_cycles * dmd.fake_update_ratio} fake-score attempts in {config.max_cycles} cycles, the first "
             f"{dmd.fake_warmup_cycles} without the student",
-        f"student: {dmd.student_steps} steps at noise levels {', '.join(f'{level:.4g}' for level in job.grid)} "
-        f"({dmd.rollout}, exit {dmd.exit_step})",
+        f"student: noise levels {', '.join(f'{level:.4g}' for level in job.grid)}"
+        + (f" ({dmd.rollout}, exit {dmd.exit_step})" if dmd.student_steps > 1 else ""),
         f"teacher guidance: u + {scale:g} (c - u), which is c + {scale - 1:g} (c - u)"
         + (", one pass" if scale == 1 else ""), *cfg.convention_lines(config),
         "differs from the defaults: " + (", ".join(cfg.differences(config)) or "nothing"), *job.notes, ""])
@@ -828,7 +828,7 @@ def main() -> int:
             return 0
         if args.check:
             job = prepare(config, config.topology.world_size or world_size)
-            print(f"{args.config}: ok; {len(job.labels)} conditions")
+            print("\n".join([f"{args.config}: ok", *cfg.convention_lines(config), *job.notes]))
             return 0
         run_dir = Path(config.run_root) / config.name
         job = prepare(config, world_size)

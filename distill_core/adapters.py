@@ -268,7 +268,7 @@ def _check_fit(probe: _Probe, s: float) -> None:
     wide = probe.x0.mean(0) + probe.x0.std(0) * _noise_like(probe.x0, seed=1)
     wrong = {
         "better with its sign turned (negate the prediction, or mend the conversions)": probe.loss(s, sign=-1.0),
-        "better with the time reversed (give the network 1 - s)": probe.loss(s, told=1.0 - s),
+        "better with the time reversed (give the network 1 - s, or mend the conversions)": probe.loss(s, told=1.0 - s),
         "noise better than data (is the module trained, on data of this scale?)":
             CHECK_CHANCE * replace(probe, x0=wide).loss(s),
         "better with the null condition (see the order in `conditioning`)": CHECK_CHANCE * probe.loss(s, null=True),

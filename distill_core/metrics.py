@@ -255,7 +255,7 @@ DMD_COLUMNS = (
     Column("|g|", "dmd/gradient_norm", 8, "number"),
     Column("gap", "dmd/teacher_fake_gap", 8, "number"),
     Column("fake loss", "fake_score/loss", 9, "number"),
-    Column("std", "student/sample_std", 6, "fixed"),
+    Column("x std", "student/sample_std", 6, "fixed"),
     Column("S grad", "student/grad_norm", 8, "number"),
     Column("F grad", "fake_score/grad_norm", 8, "number"),
     Column("lr", "student/lr", 8, "exponent"),

@@ -61,7 +61,8 @@ out=$run/table four=$run
 train 2 configs/dmd_digits_1step.yaml "$@"
 one=$run
 mkdir -p "$out"
-for steps in 50 8 4 2 1; do sample "teacher, $steps steps" "$teacher" --steps "$steps"; done
+for steps in 50 8 4 2; do sample "teacher, $steps steps" "$teacher" --steps "$steps"; done
+sample "teacher, 1 step" "$teacher" --steps 1
 for name in four one; do
     rm -rf "${!name}/export"
     "$python" -m distill_core.export --checkpoint "${!name}" --out "${!name}/export"

@@ -83,7 +83,7 @@ def test_digit_students_beat_the_teacher_at_few_steps(tmp_path):
     four, one, teacher = rows["student, 4 steps"], rows["student, 1 step"], rows["teacher, 50 steps"]
     assert four["fd"] < rows["teacher, 8 steps"]["fd"] and four["acc"] >= 0.97
     assert abs(four["std"] / teacher["std"] - 1) < 0.08
-    assert one["fd"] < rows["teacher, 2 steps"]["fd"] / 1.5 < rows["teacher, 1 steps"]["fd"], "the control: no training"
+    assert one["fd"] < rows["teacher, 2 steps"]["fd"] / 1.5 < rows["teacher, 1 step"]["fd"], "the control: no training"
     for name in ("student, 4 steps", "student, 1 step", "teacher, 50 steps"):
         assert (tmp_path / "dmd_digits/table" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "dmd_digits/report.html").stat().st_size > 10_000
