@@ -887,7 +887,7 @@ def test_check_passes_and_writes_nothing(tmp_path, monkeypatch, capsys):
     """Catches a check that leaves a run folder behind, or that never looks at the files."""
     path = write_config(tmp_path, topology__world_size=3)
     monkeypatch.setattr(sys, "argv", ["train_dmd.py", "--config", str(path), "--check"])
-    assert train_dmd.main() == 0 and "23 conditions" in capsys.readouterr().out
+    assert train_dmd.main() == 0 and "23 labels" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 
 
