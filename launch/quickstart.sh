@@ -56,9 +56,9 @@ sample() {
 }
 
 teacher=examples/digits/teacher rows=()
-train 2 configs/dmd_digits.yaml "$@"
+train 1 configs/dmd_digits.yaml "$@"
 out=$run/table four=$run
-train 2 configs/dmd_digits_1step.yaml "$@"
+train 1 configs/dmd_digits_1step.yaml "$@"
 one=$run
 mkdir -p "$out"
 for steps in 50 8 4 2; do sample "teacher, $steps steps" "$teacher" --steps "$steps"; done
