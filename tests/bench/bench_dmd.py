@@ -54,7 +54,8 @@ def write_job(folder: Path, hidden: int, depth: int, *overrides: str) -> train_d
     tree = {"job": "dmd", "name": "bench", "run_root": str(folder / "runs"), "max_cycles": 1000, "device": "cpu",
             "teacher": {"path": str(folder / "teacher")}, "data": {"conditions": str(folder / "labels.npz")},
             "dmd": {"student_steps": STEPS, "exit_step": "last", "fake_update_ratio": RATIO,
-                    "student_batch_size": BATCH, "fake_score_batch_size": BATCH, "student_micro_batch_size_per_gpu": MICRO,
+                    "student_batch_size": BATCH, "fake_score_batch_size": BATCH,
+                    "student_micro_batch_size_per_gpu": MICRO,
                     "fake_score_micro_batch_size_per_gpu": MICRO, "ema_decay": 0.99}}
     (folder / "config.yaml").write_text(json.dumps(tree))
     return train_dmd.prepare(cfg.load(folder / "config.yaml", overrides, job="dmd"), 1)
