@@ -691,7 +691,8 @@ def cycle_values(run: Run, results: dict[str, list[PhaseResult]], values: dict[s
                 f"{name}/update_skipped": sum(not result.applied for result in attempts),
                 f"{name}/steps": role.successes, f"{name}/skip_nonfinite": role.skips}
     if "student/sample_square" in values:  # over the whole batch, however it is cut
-        own["student/sample_std"] = (values.pop("student/sample_square") - values["student/sample_mean"]**2)**0.5
+        variance = values.pop("student/sample_square") - values["student/sample_mean"]**2
+        own["student/sample_std"] = max(variance, 0.0)**0.5  # rounding turns that of equal samples negative; NaN stays
     own |= {f"dmd/rollout_exit/{step}": run.exits.count(step) for step in range(dmd.student_steps)}
     trained_on = len(results["student"]) * dmd.student_batch_size
     trained_on += len(results["fake_score"]) * dmd.fake_score_batch_size

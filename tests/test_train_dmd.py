@@ -38,7 +38,7 @@ from distill_core.metrics import Metrics, read_jsonl
 from distill_core.models.dit import DiT, dit_config
 from distill_core.noise import normal, uniform
 from distill_core.ownership import GradientOwnershipError
-from distill_core.role import run_phase
+from distill_core.role import Role, run_phase
 from distill_core.run import StopRequest, open_run
 from distill_core.topology import make_groups, plan_ranks
 
@@ -951,3 +951,14 @@ def test_a_real_job_is_stopped_continues_and_equals_a_straight_one(tmp_path, sto
     assert lines_of(run_dir, "train", "eval") == lines_of(tmp_path / "runs/straight", "train", "eval")
     end = f"checkpoints/step_{cycles:08d}"
     assert same_tensors(saved_tensors(run_dir / end), saved_tensors(tmp_path / "runs/straight" / end))
+
+
+@pytest.mark.parametrize("mean, square, std", [(0.1, 0.01 - 1e-9, 0.0), (1.0, 5.0, 2.0), (0.0, math.nan, math.nan)])
+def test_the_std_of_a_collapsed_student_is_a_number(tmp_path, mean, square, std):
+    """Catches the root of a variance that rounding made negative: a complex number, and with it the end of the run."""
+    job = train_dmd.prepare(cfg.load(write_config(tmp_path)), 1)
+    run = train_dmd.Run(job, None, None, {}, None)
+    values = {"student/sample_mean": mean, "student/sample_square": square, "time/cycle_s": 1.0}
+    run.roles = {name: Role(name, torch.nn.Linear(1, 1)) for name in ("student", "fake_score")}
+    found = train_dmd.cycle_values(run, {"student": [], "fake_score": []}, values)["student/sample_std"]
+    assert isinstance(found, float) and (math.isnan(found) if math.isnan(std) else abs(found - std) < 1e-6)
