@@ -52,13 +52,16 @@ from distill_core.pictures import picture_of, write_png
 from distill_core.report import write_report
 from distill_core.role import (PhaseLoss, PhaseResult, Role, RoleSpec, adamw, check_plan, restore_role, role_state,
                                role_tensors, run_phase)
-from distill_core.run import StopRequest, check_run_dir, lock_run, mark, open_run, parse_args, report_failure
+from distill_core.run import (StopRequest, Where, check_run_dir, lock_run, mark, open_run, parse_args, tell_failure,
+                              used_by_another_job)
 from distill_core.safetensors_io import open_folder, weights_digest
-from distill_core.topology import (World, agree_equal, agree_max, device_memory, env_rank, make_groups, peak_memory,
-                                   pick_device, plan_ranks, start, stop)
+from distill_core.topology import (Pulse, World, agree_equal, device_memory, env_rank, make_groups, peak_memory,
+                                   pick_device, plan_ranks, start, step_verdict, stop)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BIN_EDGES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+MEMORY_REMEDY = ("lower dmd.student_micro_batch_size_per_gpu or dmd.fake_score_micro_batch_size_per_gpu, set "
+                 "dmd.activation_checkpointing=true, or start more ranks")
 
 # Keys that may change between a run and its resumption without changing what is computed.
 FREE_KEYS = ("name", "run_root", "max_cycles", "device", "teacher.path", "topology.", "data.conditions", "data.latents",
@@ -192,6 +195,7 @@ class Run:
     evaluated: int = -1  # cycle of the last evaluation
     exits: list[int] = field(default_factory=list)  # exit steps of this cycle's student attempts
     reused: Batch | None = None  # this rank's samples of the student attempt (dmd.fake_batch=reuse_student)
+    where: Where = field(default_factory=partial(Where, 0))  # in case this rank fails
 
     def predict_x0(self, role: str, x_s: Tensor, s: Tensor, condition: Any) -> Tensor:
         """Clean samples that a role predicts; where gradients are enabled, in a way that survives recomputation."""
@@ -206,9 +210,7 @@ class Run:
 
 def build_run(job: Job, world: World, log: logging.Logger) -> Run:
     config = job.config
-    trees = {tree: build_flow(config.teacher.path, job.adapter, world.student_mesh, world.device, **options,
-                              progress=load_progress(config.teacher.path, prints=world.rank == 0))
-             for tree, options in tree_options(job).items()}
+    trees = load_trees(job, world)
     if config.gan.weight > 0:
         head = Discriminator(job.adapter.feature_size).to(world.device)
         head.reset_parameters(config.seed)
@@ -219,6 +221,16 @@ def build_run(job: Job, world: World, log: logging.Logger) -> Run:
     assert len(set(owned)) == len(owned), "two optimizers own one parameter"
     ema = EMA(by_position(roles["student"]), by_position(roles["student_ema"]))
     return Run(job, world, log, roles, ema)
+
+
+def load_trees(job: Job, world: World) -> dict[str, nn.Module]:
+    """Every tree with the teacher's weights. A rank may take longer than timeout_s: the others see that it goes on."""
+    folder, pulse = job.config.teacher.path, Pulse(world.students_control, world.timeout_s / 4)
+    progress = load_progress(folder, prints=world.rank == 0, beat=pulse.beat)
+    trees = {tree: build_flow(folder, job.adapter, world.student_mesh, world.device, **options, progress=progress)
+             for tree, options in tree_options(job).items()}
+    pulse.finish()
+    return trees
 
 
 def tree_options(job: Job) -> dict[str, dict[str, Any]]:
@@ -580,16 +592,20 @@ def trained(run: Run) -> list[Role]:
     return [role for role in run.roles.values() if role.optimizer is not None]
 
 
-def save_checkpoint(run: Run, resumed_from: Path | None) -> Path:
+def open_saver(run: Run, resumed_from: Path | None) -> ckpt.Saver:
+    keep = run.job.config.checkpoint
+    return ckpt.Saver(run.job.run_dir / "checkpoints", group=run.world.students_control, keep_last=keep.keep_last,
+                      keep_every=keep.keep_every, resumed_from=resumed_from)
+
+
+def start_saving(run: Run, saver: ckpt.Saver) -> None:
     config = run.job.config
     state = {"job": "dmd", "step": run.cycle, "attempt": run.attempt, "position": run.position,
              "evaluated": run.evaluated, "roles": {role.name: role_state(role) for role in trained(run)},
              "sampling": run.job.adapter.state_dict(), "config": dataclasses.asdict(config),
              "fingerprints": fingerprints(run.job), "allowed_drift": list(config.checkpoint.allow_drift),
              "torch": torch.__version__}
-    return ckpt.save(run.job.run_dir / "checkpoints", run.cycle, run_tensors(run), state,
-                     group=run.world.students_control, keep_last=config.checkpoint.keep_last,
-                     keep_every=config.checkpoint.keep_every, resumed_from=resumed_from)
+    saver.start(run.cycle, run_tensors(run), state)
 
 
 def resume(run: Run) -> Path | None:
@@ -611,33 +627,54 @@ def resume(run: Run) -> Path | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop
 
-def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest) -> None:
+def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest, where: Where | None = None) -> None:
     """The whole life of a rank."""
-    config = job.config
+    config, where = job.config, where or Where(world.rank)
     log.info(start_block(job, world))
     everything = json.dumps([fingerprints(job), cfg.flatten(config)], sort_keys=True)
     agree_equal(world.control, everything, "config, data or teacher")
+    where.phase = "load"
     run = build_run(job, world, log)
-    saved = resumed_from = resume(run)
+    run.where, where.phase = where, "resume"
+    resumed_from = resume(run)
+    saver = open_saver(run, resumed_from)
+    where.step = run.cycle
     journal, stopped = open_journal(run, resumed_from), False
     if evaluation_due(run):  # also one that a stop request has cut off
         log_evaluation(run, journal)
 
     while run.cycle < config.max_cycles and not stopped:
-        values = train_cycle(run)
-        log_cycle(run, journal, values)
-        stopped = bool(agree_max(world.students_control, stop_request.wanted())[0])
-        last = run.cycle == config.max_cycles
+        where.step = run.cycle + 1
+        problem = log_cycle(run, journal, train_cycle(run))
+        verdict = step_verdict(world.students_control, step=run.cycle, stop=stop_request.wanted(),
+                               abort=bool(stuck_roles(run)), error=problem)
+        stopped, last = verdict.stop or verdict.abort, run.cycle == config.max_cycles
         if evaluation_due(run) and (last or not stopped):
             log_evaluation(run, journal)
+        where.phase = "save"
+        saver.poll()
         if last or stopped or (config.checkpoint.every and run.cycle % config.checkpoint.every == 0):
-            saved = save_checkpoint(run, resumed_from)
+            start_saving(run, saver)
 
+    where.phase = "save"
+    saved = saver.finish() or resumed_from
+    where.phase = "end"
     journal.close()
     if world.rank == 0:
         write_report(job.run_dir)
         log.info(end_block(run, saved))
+    if stuck_roles(run):
+        raise ValueError(f"{' and '.join(stuck_roles(run))}: loss or gradient norm was not finite "
+                         f"{config.checkpoint.max_skips_in_a_row} times in a row (checkpoint.max_skips_in_a_row); "
+                         f"{saved} is kept (look at the first skip in metrics.jsonl; lower the learning rate)")
+    if world.rank == 0:
         mark(job.run_dir, "DONE" if run.cycle >= config.max_cycles else "PREEMPTED")
+
+
+def stuck_roles(run: Run) -> list[str]:
+    """Roles of which nothing can be expected any more; the same on every rank."""
+    limit = run.job.config.checkpoint.max_skips_in_a_row
+    return [role.name for role in trained(run) if role.skips_in_a_row >= limit]
 
 
 def evaluation_due(run: Run) -> bool:
@@ -654,7 +691,7 @@ def train_cycle(run: Run) -> dict[str, float]:
     run.exits.clear()
 
     def timed(role: str, attempt: Callable[..., PhaseResult], *args: Any) -> None:
-        started = time.monotonic()
+        started, run.where.phase = time.monotonic(), f"train {role}"
         results[role].append(attempt(run, metrics, *args))
         seconds[role] += time.monotonic() - started
 
@@ -664,7 +701,7 @@ def train_cycle(run: Run) -> dict[str, float]:
             timed("student", train_student)
         else:
             index = phase.index - (run.cycle >= dmd.fake_warmup_cycles)  # among the fake score's, from 0
-            started = time.monotonic()
+            started, run.where.phase = time.monotonic(), "rollout"
             batches = fake_batches(run, index)
             seconds["fake_score"] += time.monotonic() - started
             timed("fake_score", train_fake_score, batches)
@@ -707,16 +744,22 @@ def open_journal(run: Run, resumed_from: Path | None) -> Journal:
                    resumed_from=resumed_from, facts=facts)
 
 
-def log_cycle(run: Run, journal: Journal, values: dict[str, float]) -> None:
+def log_cycle(run: Run, journal: Journal, values: dict[str, float]) -> OSError | None:
+    """A full disk is for all ranks to hear of together, in the verdict on this cycle."""
     config = run.job.config
-    journal.training(run.cycle, values,
-                     shown=run.cycle % config.metrics.log_every == 0 or run.cycle == config.max_cycles)
-    for role in trained(run):
-        if values[f"{role.name}/update_skipped"]:
-            journal.event(run.cycle, "skip", f"{role.name}: loss or gradient norm is not finite")
+    try:
+        journal.training(run.cycle, values,
+                         shown=run.cycle % config.metrics.log_every == 0 or run.cycle == config.max_cycles)
+        for role in trained(run):
+            if values[f"{role.name}/update_skipped"]:
+                journal.event(run.cycle, "skip", f"{role.name}: loss or gradient norm is not finite")
+    except OSError as error:
+        return error
+    return None
 
 
 def log_evaluation(run: Run, journal: Journal) -> None:
+    run.where.phase = "evaluate"
     journal.evaluation(run.cycle, evaluate(run))
     if run.world.rank == 0:
         write_report(run.job.run_dir)
@@ -839,7 +882,7 @@ def main() -> int:
     except ValueError as error:
         if rank != 0:
             time.sleep(5)  # rank 0 most likely fails for the same reason and says so: torchrun then ends this rank
-        report_failure(error, run_dir, rank=rank, role="before start", is_user_error=True)
+        tell_failure(error, Where(rank), None if run_dir and used_by_another_job(run_dir) else run_dir)
         return 2
     try:
         return launch(job, device)
@@ -853,16 +896,16 @@ def launch(job: Job, device: torch.device) -> int:
     if job.config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is only then reproducible
         torch.use_deterministic_algorithms(True, warn_only=True)
-    rank = env_rank()[0]
+    where = Where(env_rank()[0], ["trainer"] * job.world_size)
     try:
-        log = open_run(job.run_dir, cfg.to_yaml(job.config), rank)
-        stop_request = StopRequest(job.run_dir)
+        log = open_run(job.run_dir, cfg.to_yaml(job.config), where.rank)
+        stop_request = StopRequest(job.run_dir, job.config.checkpoint.max_minutes)
         world = start(plan_ranks(job.world_size, env_rank()[2], []), device, job.config.topology.timeout_s)
-        train(job, world, log, stop_request)
+        train(job, world, log, stop_request, where)
         stop(world)
         return 0
-    except Exception as error:
-        report_failure(error, job.run_dir, rank=rank, role="trainer", is_user_error=isinstance(error, ValueError))
+    except BaseException as error:  # Ctrl-C too
+        tell_failure(error, where, job.run_dir, memory_remedy=MEMORY_REMEDY)
         os._exit(1)  # no clean-up that could wait for peers: they see the closed connection and end too
 
 

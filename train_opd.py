@@ -16,17 +16,19 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+import itertools
 import json
 import logging
+import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,32 +40,37 @@ from distill_core.build import (build_head, build_lm, build_replica, check_folde
                                 memory_plan, shard_meta)
 from distill_core.data import Prompt, answer_matches, batch_at, load_tokenizer, read_prompts
 from distill_core.fsdp import gather_into, local_bytes, num_parameters
-from distill_core.generate import Sample, generate
-from distill_core.losses_kl import (forward_kl_full, forward_kl_topk, reverse_kl_full, reverse_kl_sampled,
-                                    reverse_kl_topk)
+from distill_core.generate import Sample, generate, sample_stream
+from distill_core.losses_kl import (forward_kl_full, forward_kl_topk, generalized_kl_topk, importance_weight, jsd_topk,
+                                    reverse_kl_full, reverse_kl_sampled, reverse_kl_topk, reverse_kl_topk_unnormalized,
+                                    tail_bucket_kl_topk)
 from distill_core.metrics import Console, Journal, Metrics, human_bytes, human_count, read_jsonl, table
 from distill_core.models.lm import LMConfig
 from distill_core.phases import lr_at
 from distill_core.report import write_report
 from distill_core.role import (PhaseLoss, PhaseResult, Role, adamw, restore_role, role_state, role_tensors,
                                run_phase)
-from distill_core.rollout import MicroBatch, deal, pack, plan_batches, record_batch, record_samples, score_ahead
+from distill_core.rollout import MicroBatch, Packer, Row, claim, collate, deal, plan_batches, record_batch, record_samples
 from distill_core.run import StopRequest, check_run_dir, lock_run, mark, open_run, parse_args, report_failure
 from distill_core.safetensors_io import open_folder, weights_digest
-from distill_core.teacher import InlineTeacher, Links, RemoteTeacher, Reply, Shape, serve
+from distill_core.teacher import (Handle, InlineTeacher, Links, RemoteTeacher, Reply, Request, Shape, Teachers,
+                                  serve)
 from distill_core.topk_logprobs import head_logprobs, sparse_head_logits
 from distill_core.topology import (Pulse, RankPlan, World, agree_equal, agree_max, device_memory, env_rank,
-                                   make_groups, peak_memory, pick_device, plan_ranks, start, stop)
+                                   make_groups, peak_memory, pick_device, plan_ranks, shared_counter, start, stop)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Losses on the whole-vocabulary probabilities of single tokens.
+WHOLE_VOCABULARY = ("generalized_kl_topk", "tail_bucket_kl_topk", "reverse_kl_topk_unnormalized",
+                    "reverse_kl_sampled")
 PROBE_TOKENS = 16
 MAX_PROBE_TILT = 0.02
 
 # Keys that may change between a run and its resumption without changing what is computed.
 FREE_KEYS = ("name", "run_root", "max_steps", "device", "student.path", "student.activation_checkpointing",
-             "teacher.path", "teacher.name", "teacher.chunk_size", "teacher.param_offload", "topology.", "data.train",
-             "data.eval", "rollout.batch_size", "loss.chunk_size", "train.micro_batch_tokens", "eval.", "probe.",
-             "alarms.", "checkpoint.", "metrics.")
+             "teacher.path", "teacher.name", "teacher.ranks", "teacher.chunk_size", "teacher.param_offload",
+             "topology.", "data.train", "rollout.balance", "data.eval", "rollout.batch_size", "loss.chunk_size",
+             "train.micro_batch_tokens", "eval.", "probe.", "alarms.", "checkpoint.", "metrics.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,11 +85,19 @@ class Job:
     train: list[Prompt]
     held_out: list[Prompt]
     student_lm: LMConfig
-    teacher_lm: LMConfig
-    vocab_size: int  # rows of both heads that are compared
+    teacher_lms: tuple[LMConfig, ...]  # one a teacher
+    vocab_size: int  # rows of all heads that are compared
     stop_ids: tuple[int, ...]
-    teacher_digest: str
+    teacher_digests: tuple[str, ...]
     notes: list[str]  # for the start block
+
+    @property
+    def teachers(self) -> tuple[cfg.TeacherConfig, ...]:
+        return cfg.teachers_of(self.config)
+
+    def route(self, prompt: Prompt) -> int:
+        """Index of the teacher of a prompt; lines need not name the only one."""
+        return 0 if prompt.teacher is None else [teacher.name for teacher in self.teachers].index(prompt.teacher)
 
 
 def prepare(config: cfg.OPDConfig, world_size: int, local_world_size: int) -> Job:
@@ -90,10 +105,11 @@ def prepare(config: cfg.OPDConfig, world_size: int, local_world_size: int) -> Jo
     cfg.check_world(config, world_size)
     run_dir = Path(config.run_root) / config.name
     check_run_dir(run_dir)
-    plan = plan_ranks(world_size, local_world_size, [config.topology.teacher_ranks])
-    student_lm, teacher_lm = check_folder(config.student.path), check_folder(config.teacher.path)
-    tokenizer = shared_tokenizer(config)
-    vocab_size = common_vocab(student_lm, teacher_lm, tokenizer.num_ids)
+    plan = plan_ranks(world_size, local_world_size, cfg.teacher_ranks_of(config))
+    folders = [teacher.path for teacher in cfg.teachers_of(config)]
+    student_lm, teacher_lms = check_folder(config.student.path), tuple(check_folder(folder) for folder in folders)
+    tokenizer = shared_tokenizer(config, folders)
+    vocab_size = min(common_vocab(student_lm, teacher_lm, tokenizer.num_ids) for teacher_lm in teacher_lms)
     stop_ids = tokenizer.stop_ids if config.rollout.stop_ids is None else config.rollout.stop_ids
     check_ids(config, vocab_size, stop_ids)
     train, notes = read_split(config, "data.train", config.data.train, tokenizer, vocab_size)
@@ -102,35 +118,36 @@ def prepare(config: cfg.OPDConfig, world_size: int, local_world_size: int) -> Jo
         held_out, more = read_split(config, "data.eval", (config.data.eval,), tokenizer, vocab_size)
         held_out, notes = held_out[:config.eval.num_prompts], notes + more
     check_prompts(config, train, held_out, tokenizer)
-    if student_lm.vocab_size != teacher_lm.vocab_size:
-        notes.append(f"vocabulary cut to the first {vocab_size} rows of heads with {student_lm.vocab_size} (student) "
-                     f"and {teacher_lm.vocab_size} (teacher): the others are padding beyond both tokenizers")
+    sizes = sorted({lm.vocab_size for lm in (student_lm, *teacher_lms)})
+    if len(sizes) > 1:
+        notes.append(f"vocabulary cut to the first {vocab_size} rows of heads with {' and '.join(map(str, sizes))}: "
+                     "the others are padding beyond all tokenizers")
     if not stop_ids:
         notes.append("no stop id is known: every response runs to max_new_tokens (set rollout.stop_ids)")
     longest = config.data.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
-    if longest > min(student_lm.max_length, teacher_lm.max_length):
-        notes.append(f"warning: up to {longest} tokens, beyond max_position_embeddings of {student_lm.max_length} "
-                     f"(student) and {teacher_lm.max_length} (teacher), for which they were trained")
-    job = Job(config, plan, run_dir, tokenizer, train, held_out, student_lm, teacher_lm, vocab_size, tuple(stop_ids),
-              weights_digest(open_folder(config.teacher.path)), notes + cfg.warnings(config))
+    limit = min(lm.max_length for lm in (student_lm, *teacher_lms))
+    if longest > limit:
+        notes.append(f"warning: up to {longest} tokens, beyond the {limit} (max_position_embeddings) for which student "
+                     "or teacher was trained")
+    digests = tuple(weights_digest(open_folder(folder)) for folder in folders)
+    job = Job(config, plan, run_dir, tokenizer, train, held_out, student_lm, teacher_lms, vocab_size, tuple(stop_ids),
+              digests, notes + cfg.warnings(config))
     saved = ckpt.peek(run_dir / "checkpoints")
     if saved is not None:  # refused here already, before anything of the earlier run is touched
         ckpt.compare_fingerprints(saved["fingerprints"], fingerprints(job), config.checkpoint.allow_drift)
     return job
 
 
-def shared_tokenizer(config: cfg.OPDConfig) -> Any:
-    """The student's tokenizer, once it is known that the teacher's gives every id the same meaning."""
-    student, teacher = (load_tokenizer(path, config.data.tokenizer)
-                        for path in (config.student.path, config.teacher.path))
-    if config.data.tokenizer == "byte":
-        for path in (config.student.path, config.teacher.path):
-            if (Path(path) / "tokenizer.json").exists():
-                raise ValueError(f"data.tokenizer: byte, but {path} has a tokenizer.json: its ids are not bytes (set "
-                                 "data.tokenizer=auto)")
-    if student.fingerprint != teacher.fingerprint:
-        raise ValueError(f"student.path {config.student.path} and teacher.path {config.teacher.path} have different "
-                         "tokenizers: their token ids do not mean the same (choose models of one tokenizer family)")
+def shared_tokenizer(config: cfg.OPDConfig, teachers: Sequence[str]) -> Any:
+    """The student's tokenizer, once it is known that the teachers' give every id the same meaning."""
+    student = load_tokenizer(config.student.path, config.data.tokenizer)
+    for path in (config.student.path, *teachers):
+        if config.data.tokenizer == "byte" and (Path(path) / "tokenizer.json").exists():
+            raise ValueError(f"data.tokenizer: byte, but {path} has a tokenizer.json: its ids are not bytes (set "
+                             "data.tokenizer=auto)")
+        if load_tokenizer(path, config.data.tokenizer).fingerprint != student.fingerprint:
+            raise ValueError(f"student.path {config.student.path} and teacher.path {path} have different tokenizers: "
+                             "their token ids do not mean the same (choose models of one tokenizer family)")
     return student
 
 
@@ -160,9 +177,13 @@ def read_split(config: cfg.OPDConfig, key: str, paths: Sequence[str], tokenizer:
     for prompt in prompts:
         if max(prompt.ids) >= vocab_size:
             raise ValueError(f"{prompt.source}: token id {max(prompt.ids)} is outside the vocabulary of {vocab_size}")
-        if prompt.teacher not in (None, config.teacher.name):
-            raise ValueError(f"{prompt.source}: teacher {prompt.teacher!r} is not configured (teacher.name is "
-                             f"{config.teacher.name!r})")
+        names = [teacher.name for teacher in cfg.teachers_of(config)]
+        if prompt.teacher not in (None, *names):
+            raise ValueError(f"{prompt.source}: teacher {prompt.teacher!r} is not configured (there is "
+                             f"{', '.join(map(repr, names))})")
+        if prompt.teacher is None and len(names) > 1:
+            raise ValueError(f"{prompt.source}: has no `teacher` key, but there are {len(names)} teachers (name one of "
+                             f"{', '.join(map(repr, names))})")
     return prompts, [f"{key}: {counts.read} prompts read, {counts.dropped} dropped and {counts.cut} cut for length"]
 
 
@@ -171,47 +192,48 @@ def fingerprints(job: Job) -> dict[str, Any]:
     flat = cfg.flatten(job.config, leave_out=FREE_KEYS)
     if job.config.optim.schedule != "constant":
         flat["max_steps"] = job.config.max_steps
-    prompts = hashlib.sha256(json.dumps([prompt.ids for prompt in job.train]).encode()).hexdigest()
+    prompts = hashlib.sha256(json.dumps([(prompt.ids, job.route(prompt)) for prompt in job.train]).encode()).hexdigest()
+    for index, (lm, digest) in enumerate(zip(job.teacher_lms, job.teacher_digests)):
+        section = "teacher" if len(job.teachers) == 1 else f"teachers[{index}]"
+        flat |= {f"{section}.model": repr(lm), f"{section}.weights": digest}
     return flat | {"data.train.sha256": prompts, "tokenizer.sha256": job.tokenizer.fingerprint,
-                   "student.model": repr(job.student_lm), "teacher.model": repr(job.teacher_lm),
-                   "teacher.weights": job.teacher_digest,
-                   "vocab_size": job.vocab_size, "stop_ids": list(job.stop_ids)}
+                   "student.model": repr(job.student_lm), "vocab_size": job.vocab_size, "stop_ids": list(job.stop_ids)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Teacher: ranks of its own, or inline
 
-def teacher_stages(config: cfg.OPDConfig) -> list[str]:
-    """Folders that the teacher side serves in turn: for the start-up probe the student's own, then the real one."""
-    return [config.student.path] * config.probe.enabled + [config.teacher.path]
-
-
 def serve_teacher(job: Job, world: World) -> None:
     """The whole life of a teacher rank."""
-    config, dtype = job.config.teacher, DTYPES[job.config.teacher.dtype]
     index = job.plan.teacher_of(world.rank)
-    for folder in teacher_stages(job.config):
+    teacher = job.teachers[index]
+    # For the start-up probe it serves the student's own folder first.
+    for folder in [job.config.student.path] * job.config.probe.enabled + [teacher.path]:
         progress = load_progress(folder, prints=world.rank == job.plan.teachers[index][0])
-        model = build_lm(folder, world.teacher_meshes[index], world.device, dtype=dtype, trainable=False,
-                         offload=config.param_offload, progress=progress)
-        shape = Shape(job.vocab_size, model.config.hidden_size, dtype)
-        serve(model, links_of(job, world, index), shape, chunk_size=config.chunk_size)
+        model = build_lm(folder, world.teacher_meshes[index], world.device, dtype=DTYPES[teacher.dtype],
+                         trainable=False, offload=teacher.param_offload, progress=progress)
+        shape = Shape(job.vocab_size, model.config.hidden_size, DTYPES[teacher.dtype])
+        serve(model, links_of(job, world, index), shape, chunk_size=teacher.chunk_size)
         del model
         gc.collect()  # FSDP modules are reference cycles: without this the probe's weights stay beside the teacher's
 
 
-def connect_teacher(job: Job, world: World, folder: str, lm: LMConfig) -> InlineTeacher | RemoteTeacher:
-    """The student ranks' side of one stage."""
-    config, dtype = job.config.teacher, DTYPES[job.config.teacher.dtype]
-    temperature = job.config.rollout.temperature
+def connect_teachers(job: Job, world: World, *, probing: bool) -> Teachers:
+    """The student ranks' side; `probing`: every teacher serves the student's own weights."""
+    return Teachers([connect_teacher(job, world, index, job.config.student.path if probing else teacher.path)
+                     for index, teacher in enumerate(job.teachers)])
+
+
+def connect_teacher(job: Job, world: World, index: int, folder: str) -> InlineTeacher | RemoteTeacher:
+    teacher, temperature = job.teachers[index], job.config.rollout.temperature
+    dtype = DTYPES[teacher.dtype]
     head = build_head(folder, world.student_mesh, world.device, dtype=dtype)
-    if not job.plan.has_servers:
-        model = build_lm(folder, world.student_mesh, world.device, dtype=dtype, trainable=False,
-                         offload=config.param_offload, progress=load_progress(folder, prints=world.rank == 0))
-        return InlineTeacher(model, head, vocab_size=job.vocab_size, temperature=temperature,
-                             chunk_size=config.chunk_size)
-    shape = Shape(job.vocab_size, lm.hidden_size, dtype)
-    return RemoteTeacher(links_of(job, world, 0), shape, head, temperature=temperature)
+    if not job.plan.is_inline(index):
+        shape = Shape(job.vocab_size, head.in_features, dtype)
+        return RemoteTeacher(links_of(job, world, index), shape, head, temperature=temperature)
+    model = build_lm(folder, world.student_mesh, world.device, dtype=dtype, trainable=False,
+                     offload=teacher.param_offload, progress=load_progress(folder, prints=world.rank == 0))
+    return InlineTeacher(model, head, vocab_size=job.vocab_size, temperature=temperature, chunk_size=teacher.chunk_size)
 
 
 def links_of(job: Job, world: World, index: int) -> Links:
@@ -229,11 +251,12 @@ class Run:
     log: logging.Logger
     student: Role
     replica: nn.Module  # plain copy of the student for sampling: no collective inside decode
-    teacher: InlineTeacher | RemoteTeacher | None = None
+    teachers: Teachers | None = None
     step: int = 0  # attempts so far
     position: int = 0  # prompts drawn so far, over all ranks
+    rolled_s: float = 0.0  # spent on sampling since the last step
     evaluated: int = -1  # step of the last evaluation
-    sampling: Pulse | None = None  # from the start of a rollout until its batches are made
+    replicated: int = -1  # updates that the replica has seen
     alarms_on: set[str] = dataclasses.field(default_factory=set)  # each is told once, when it goes on
 
     @property
@@ -241,16 +264,22 @@ class Run:
         """This rank's place among the student ranks."""
         return self.job.plan.students.index(self.world.rank)
 
-    def start_sampling(self) -> Pulse:
-        """What keeps the teacher and the ranks that finish early from taking a rank that samples for dead."""
-        self.sampling = Pulse(self.world.students_control, self.world.timeout_s / 4, self.teacher.keepalive)
-        return self.sampling
+    def pulse(self) -> Pulse:
+        """What keeps the teachers and the ranks that finish early from taking a rank that samples for dead."""
+        return Pulse(self.world.students_control, self.world.timeout_s / 4, self.teachers.progress)
+
+    def sampler(self) -> nn.Module:
+        """The replica with the student's present weights, in place; a collective where they have changed."""
+        if self.replicated != self.student.successes:
+            gather_into(self.student.module, self.replica)
+            self.replicated = self.student.successes
+        return self.replica
 
     @property
     def roles(self) -> list[Role]:
         """Everything that a gradient could leak into."""
-        frozen = self.teacher.head if isinstance(self.teacher, RemoteTeacher) else self.teacher.model
-        return [self.student, Role("teacher", frozen)]
+        frozen = [teacher.head if isinstance(teacher, RemoteTeacher) else teacher.model for teacher in self.teachers]
+        return [self.student, *(Role("teacher", module) for module in frozen)]
 
 
 def build_student(job: Job, world: World, log: logging.Logger) -> Run:
@@ -263,7 +292,6 @@ def build_student(job: Job, world: World, log: logging.Logger) -> Run:
     student = Role("student", model, world.student_mesh.get_group(), world.students_control,
                    student_optimizer(config, model), schedule)
     replica = build_replica(job.student_lm, world.device, rollout_dtype(config), vocab_size=job.vocab_size)
-    gather_into(model, replica)
     return Run(job, world, log, student, replica)
 
 
@@ -277,86 +305,190 @@ def rollout_dtype(config: cfg.OPDConfig) -> torch.dtype:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One step: sample, score, train
+# Sampling, with the teachers scoring what has finished
 
-def sample_prompts(run: Run) -> list[Sample]:
-    """This rank's samples of the next prompts_per_step prompts."""
-    config, rollout = run.job.config, run.job.config.rollout
-    indices = batch_at(run.position, config.train.prompts_per_step, len(run.job.train), config.seed)
-    prompts, n = [run.job.train[index].ids for index in indices], rollout.samples_per_prompt
-    mine = deal([len(prompt) for prompt in prompts], len(run.job.plan.students))[run.index]
-    return generate(run.replica, [prompts[i] for i in mine], max_new_tokens=rollout.max_new_tokens,
-                    temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k,
-                    stop_ids=run.job.stop_ids, n=n, seed=config.seed, step=run.step,
-                    sample_ids=[(run.position + i) * n + j for i in mine for j in range(n)],
-                    capture_top_k=config.loss.top_k, batch_size=rollout.batch_size, keepalive=run.start_sampling().beat)
+@dataclass(frozen=True)
+class Scored:
+    """A micro-batch and the teachers' answer to it, on its way."""
+
+    batch: MicroBatch
+    handle: Handle
+    through: int  # the number of requests whose answers all ranks wait for before any trains on this one
 
 
-def make_batches(run: Run, samples: Sequence[Sample]) -> list[MicroBatch]:
-    """Micro-batches within the token budget; as many on every rank as the rank with the most needs."""
-    run.sampling.finish()
-    budget = run.job.config.train.micro_batch_tokens
-    mine = len(plan_batches([len(s.prompt) + len(s.tokens) for s in samples], budget))
-    num_batches = int(agree_max(run.world.students_control, max(mine, 1))[0])
-    return pack(samples, token_budget=budget, num_batches=num_batches, top_k=run.job.config.loss.top_k,
-                device=run.world.device)
+@dataclass(frozen=True)
+class Rollout:
+    """The samples of the next updates_per_rollout steps on this rank; as many micro-batches as on any other."""
+
+    samples: list[list[Sample]]  # of each update
+    batches: list[list[Scored]]
+    sampled_at: int  # the step whose weights have sampled
 
 
-def train_step(run: Run, batches: Sequence[MicroBatch], metrics: Metrics) -> tuple[PhaseResult, float]:
-    """One optimizer step; also the seconds this rank has waited for the teacher."""
-    config, waited_s = run.job.config, 0.0
-    replies = score_ahead(run.teacher, batches, own_k=config.loss.top_k,
-                          want_hidden=config.loss.mode.endswith("_full"))
+def roll(run: Run) -> Rollout:
+    """Sample from the next prompts; a micro-batch is scored as soon as it is full, while other rows still decode."""
+    config, began, pulse = run.job.config, time.monotonic(), run.pulse()
+    size, num_updates = config.train.prompts_per_step, config.rollout.updates_per_rollout
+    indices = batch_at(run.position, size * num_updates, len(run.job.train), config.seed)
+    prompts, n = [run.job.train[index] for index in indices], config.rollout.samples_per_prompt
+    own_k = config.loss.top_k if looks_at_vocabulary(run) else 0
+    rollout = Rollout([[] for _ in range(num_updates)], [[] for _ in range(num_updates)], run.step)
+    packers = [Packer(config.train.micro_batch_tokens) for _ in range(num_updates)]
 
-    def compute(batch: MicroBatch) -> PhaseLoss:
-        nonlocal waited_s
-        began = time.monotonic()
-        reply = next(replies)
-        waited_s += time.monotonic() - began
+    def submit(update: int, groups: Sequence[Sequence[Row]]) -> None:
+        rollout.batches[update].extend(score(run, rows, own_k=own_k) for rows in groups)
+
+    for place, sample in start_sampling(run, prompts, pulse):
+        update = place // (size * n)
+        rollout.samples[update].append(sample)
+        submit(update, packers[update].add(Row(sample, run.job.route(prompts[place // n]))))
+    for update, packer in enumerate(packers):
+        submit(update, packer.rest())
+    pulse.finish()
+    counts = agree_max(run.world.students_control, *(max(len(batches), 1) for batches in rollout.batches))
+    for update, count in enumerate(counts):
+        submit(update, [[]] * (int(count) - len(rollout.batches[update])))
+    wait_alike(run, rollout)
+    run.position += size * num_updates
+    run.rolled_s += time.monotonic() - began
+    return rollout
+
+
+def wait_alike(run: Run, rollout: Rollout) -> None:
+    """Requests are made as samples finish, so a rank may have asked about another update first than its peers have."""
+    numbers = [item.handle.number for batches in rollout.batches for item in batches]
+    through = iter(itertools.accumulate(agree_max(run.world.students_control, *numbers), max))
+    for batches in rollout.batches:
+        batches[:] = [dataclasses.replace(item, through=int(next(through))) for item in batches]
+
+
+def start_sampling(run: Run, prompts: Sequence[Prompt], pulse: Pulse) -> Iterator[tuple[int, Sample]]:
+    """Samples of this rank's part of the prompts as they finish; place = samples_per_prompt * (index of the prompt) +
+    the sample's number."""
+    config, rollout, n = run.job.config, run.job.config.rollout, run.job.config.rollout.samples_per_prompt
+    ids, num_ranks = [prompt.ids for prompt in prompts], len(run.job.plan.students)
+    parts = []
+    for first in range(0, len(ids), config.train.prompts_per_step):
+        update = ids[first:first + config.train.prompts_per_step]
+        parts.append([[first + i for i in part] for part in deal([len(prompt) for prompt in update], num_ranks)])
+    dealt = [sum((part[rank] for part in parts), []) for rank in range(num_ranks)]
+    batch_size, queue = rollout.batch_size, dealt[run.index]
+    if rollout.balance == "shared_counter":
+        batch_size = min(batch_size, max(1, n * len(queue)))  # a larger one would take everything at once
+        queue = claim(dealt, run.index, shared_counter(f"rollout {run.position}"))
+    return sample_stream(run.sampler(), ids, max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature,
+                         top_p=rollout.top_p, top_k=rollout.top_k, stop_ids=run.job.stop_ids, n=n, seed=config.seed,
+                         step=run.position // config.train.prompts_per_step,
+                         sample_ids=range(run.position * n, (run.position + len(ids)) * n),
+                         capture_top_k=config.loss.top_k, batch_size=batch_size, queue=queue, keepalive=pulse.beat)
+
+
+def looks_at_vocabulary(run: Run) -> bool:
+    """Whether the teachers go through their whole vocabulary for the next rollout: masses and some losses need that."""
+    config = run.job.config
+    every, first = config.metrics.mass_every, run.position // config.train.prompts_per_step
+    is_due = every > 0 and any(step % every == 0 for step in range(first, first + config.rollout.updates_per_rollout))
+    return is_due or config.loss.mode in (*WHOLE_VOCABULARY, "forward_kl_topk")
+
+
+def score(run: Run, rows: Sequence[Row], *, own_k: int, for_evaluation: bool = False) -> Scored:
+    """Collate and ask. Column 0 of the ids is the sampled token, the others are the student's top K."""
+    loss = run.job.config.loss
+    batch = collate(rows, top_k=loss.top_k, token_fraction=1.0 if for_evaluation else loss.token_fraction,
+                    device=run.world.device)
+    request = Request(batch.tokens_BT, batch.lengths_B, batch.counts_B, batch.positions_N, columns(batch, batch.ids_NK),
+                      own_k, want_hidden=for_evaluation or loss.mode.endswith("_full"))
+    handle = run.teachers.request(request, batch.route_B)
+    return Scored(batch, handle, handle.number)
+
+
+def columns(batch: MicroBatch, ids_NK: Tensor) -> Tensor:
+    return torch.cat([batch.targets_N[:, None], ids_NK], dim=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One optimizer step
+
+class Times(NamedTuple):
+    """Seconds of one step on this rank."""
+
+    waited: float  # for the teachers
+    taught: float  # that the teachers have computed meanwhile, or before
+
+
+def train_step(run: Run, scored: Sequence[Scored], metrics: Metrics) -> tuple[PhaseResult, Times]:
+    """One optimizer step on micro-batches whose answers are on their way."""
+    config, times = run.job.config, Times(0.0, 0.0)
+    names = [teacher.name for teacher in run.job.teachers]
+
+    def compute(item: Scored) -> PhaseLoss:
+        nonlocal times
+        batch, began = item.batch, time.monotonic()
+        reply = run.teachers.result(item.handle, item.through)
+        times = Times(times.waited + time.monotonic() - began, times.taught + reply.busy_s)
         hidden_BTD = run.student.module(batch.tokens_BT, recompute=config.student.activation_checkpointing)
         loss_N, logits_NK = position_losses(run, batch, reply, hidden_BTD.flatten(0, 1)[batch.rows_N])
-        record_batch(metrics, batch, reply, logits_NK)
-        return PhaseLoss(loss_N.sum(), len(batch.starts_B), normalizer=batch.num_positions)
+        record_batch(metrics, batch, reply, logits_NK, names)
+        return PhaseLoss(loss_N.sum(), len(batch.counts_B), normalizer=batch.num_positions)
 
-    result = run_phase(run.student, batches, compute, roles=run.roles, max_grad_norm=config.optim.max_grad_norm)
-    gather_into(run.student.module, run.replica)
-    return result, waited_s
+    result = run_phase(run.student, scored, compute, roles=run.roles, max_grad_norm=config.optim.max_grad_norm)
+    return result, times
 
 
 def position_losses(run: Run, batch: MicroBatch, reply: Reply, hidden_ND: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Loss of every response position, and the student's logits at its captured ids where the mode has them."""
-    loss, vocab, temperature = run.job.config.loss, run.job.vocab_size, run.job.config.rollout.temperature
-    head = run.student.module.lm_head
+    """Loss of every scored position, and the student's logits at its captured ids where the mode has them."""
+    loss = run.job.config.loss
+    if loss.mode.endswith("_full"):
+        divergence = reverse_kl_full if loss.mode == "reverse_kl_full" else forward_kl_full
+        return full_vocabulary(run, divergence, batch, hidden_ND, reply), None
+    is_forward = loss.mode == "forward_kl_topk"
+    logits_NK, lse_N = student_logits(run, hidden_ND, columns(batch, reply.own_ids_NK if is_forward else batch.ids_NK))
+    sampled_N, logits_NK = logits_NK[:, 0], logits_NK[:, 1:]
+    teacher_NK = reply.own_logits_NK if is_forward else reply.logits_NK[:, 1:]
     if loss.mode == "reverse_kl_topk":
-        logits_NK = head(hidden_ND, lambda h, w: sparse_head_logits(
-            h, cut(w, vocab), batch.ids_NK, deterministic=run.job.config.deterministic)) / temperature
-        teacher_NK = reply.logits_NK[:, 1:]
-        return reverse_kl_topk(logits_NK, teacher_NK, log_prob_min_clamp=loss.log_prob_min_clamp), logits_NK
-    if loss.mode == "forward_kl_topk":
-        logits_NK = head(hidden_ND, lambda h, w: sparse_head_logits(
-            h, cut(w, vocab), reply.own_ids_NK, deterministic=run.job.config.deterministic)) / temperature
-        return forward_kl_topk(logits_NK, reply.own_logits_NK), None
-    if loss.mode == "reverse_kl_sampled":
-        logits_N1, lse_N = head(hidden_ND, lambda h, w: head_logprobs(
-            h, cut(w, vocab), batch.targets_N[:, None], chunk_size=loss.chunk_size, temperature=temperature))
-        teacher_N = reply.logits_NK[:, 0] - reply.lse_N
-        return reverse_kl_sampled(logits_N1[:, 0] - lse_N, teacher_N, clip=loss.advantage_clip), None
-    if loss.mode == "reverse_kl_full":
-        return full_vocabulary(run, reverse_kl_full, hidden_ND, reply), None
-    assert loss.mode == "forward_kl_full", loss.mode
-    return full_vocabulary(run, forward_kl_full, hidden_ND, reply), None
+        loss_N = reverse_kl_topk(logits_NK, teacher_NK, log_prob_min_clamp=loss.log_prob_min_clamp)
+    elif loss.mode == "jsd_topk":
+        loss_N = jsd_topk(logits_NK, teacher_NK, beta=loss.jsd_beta)
+    elif is_forward:
+        loss_N = forward_kl_topk(logits_NK, teacher_NK)
+    elif loss.mode == "reverse_kl_sampled":
+        loss_N = reverse_kl_sampled(sampled_N - lse_N, reply.logits_NK[:, 0] - reply.lse_N, clip=loss.advantage_clip)
+    else:
+        mass_aware = {"generalized_kl_topk": generalized_kl_topk, "tail_bucket_kl_topk": tail_bucket_kl_topk,
+                      "reverse_kl_topk_unnormalized": reverse_kl_topk_unnormalized}[loss.mode]
+        loss_N = mass_aware(logits_NK, teacher_NK, lse_N, reply.lse_N)
+    if loss.importance_clip is not None:
+        loss_N = loss_N * importance_weight(sampled_N - lse_N, batch.logprobs_N, clip=loss.importance_clip)
+    return loss_N, None if is_forward else logits_NK
 
 
-def full_vocabulary(run: Run, divergence: Callable[..., Tensor], hidden_ND: Tensor, reply: Reply) -> Tensor:
+def student_logits(run: Run, hidden_ND: Tensor, ids_NK: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(logits at the ids, logsumexp over the vocabulary or None): only some losses need to go through all of it."""
+    config, vocab = run.job.config, run.job.vocab_size
+    temperature, head = config.rollout.temperature, run.student.module.lm_head
+    if config.loss.mode in WHOLE_VOCABULARY or config.loss.importance_clip is not None:
+        return head(hidden_ND, lambda h, w: head_logprobs(
+            h, cut(w, vocab), ids_NK, config.loss.chunk_size, temperature))
+    return head(hidden_ND, lambda h, w: sparse_head_logits(
+        h, cut(w, vocab), ids_NK, deterministic=config.deterministic)) / temperature, None
+
+
+def full_vocabulary(run: Run, divergence: Callable[..., Tensor], batch: MicroBatch, hidden_ND: Tensor,
+                    reply: Reply) -> Tensor:
     """`divergence` over the whole vocabulary, [N], with both heads gathered once around the chunked computation."""
     vocab, config = run.job.vocab_size, run.job.config
 
-    def with_both_heads(h: Tensor, w: Tensor) -> Tensor:
-        return run.teacher.head(reply.hidden_ND, lambda teacher_h, teacher_w: divergence(
+    def against(index: int, teacher: InlineTeacher | RemoteTeacher, h: Tensor, w: Tensor) -> Tensor:
+        return teacher.head(reply.hidden[index], lambda teacher_h, teacher_w: divergence(
             h, cut(w, vocab), teacher_h, cut(teacher_w, vocab), chunk_size=config.loss.chunk_size,
             temperature=config.rollout.temperature))
 
-    return run.student.module.lm_head(hidden_ND, with_both_heads)
+    def with_all_heads(h: Tensor, w: Tensor) -> Tensor:
+        places = [(batch.route_N == index).nonzero().squeeze(1) for index in range(len(run.job.teachers))]
+        losses = [against(index, teacher, h[places[index]], w) for index, teacher in enumerate(run.teachers)]
+        return torch.cat(losses)[torch.cat(places).argsort()]
+
+    return run.student.module.lm_head(hidden_ND, with_all_heads)
 
 
 def cut(weight_VD: Tensor, vocab_size: int) -> Tensor:
@@ -368,18 +500,22 @@ def cut(weight_VD: Tensor, vocab_size: int) -> Tensor:
 # Start-up probe and evaluation
 
 def probe(run: Run) -> str:
-    """Let the teacher side serve the student's own weights: its answers must be what the student computes itself.
+    """Let every teacher side serve the student's own weights: its answers must be what the student computes itself."""
+    return "\n".join(probe_teacher(run, index) for index in range(len(run.job.teachers)))
 
-    Three paths are compared on the same tokens: the sampling replica, the training forward and the teacher service.
+
+def probe_teacher(run: Run, index: int) -> str:
+    """Three paths are compared on the same tokens: the sampling replica, the training forward and the teacher service.
+
     If the first two agree, the service is wrong (a shift, a temperature, a dtype); else the student side is.
     """
     config, world = run.job.config, run.world
     prompts = [run.job.train[(2 * run.index + i) % len(run.job.train)].ids[:64] for i in range(2)]
-    samples = generate(run.replica, prompts, max_new_tokens=PROBE_TOKENS, temperature=config.rollout.temperature,
+    samples = generate(run.sampler(), prompts, max_new_tokens=PROBE_TOKENS, temperature=config.rollout.temperature,
                        sample_ids=[2 * run.index, 2 * run.index + 1], seed=config.seed,
                        capture_top_k=config.loss.top_k)
-    [batch] = pack(samples, token_budget=1 << 30, num_batches=1, top_k=config.loss.top_k, device=world.device)
-    [reply] = score_ahead(run.teacher, [batch], own_k=config.loss.top_k, want_hidden=False)
+    scored = score(run, [Row(sample, index) for sample in samples], own_k=config.loss.top_k, for_evaluation=True)
+    batch, reply = scored.batch, run.teachers.result(scored.handle, scored.through)
     with torch.no_grad():
         hidden_ND = run.student.module(batch.tokens_BT).flatten(0, 1)[batch.rows_N]
         logits_NK, _ = run.student.module.lm_head(hidden_ND, lambda h, w: head_logprobs(
@@ -388,7 +524,8 @@ def probe(run: Run) -> str:
         kls = [reverse_kl_topk(logits_NK, other_NK).mean().nan_to_num(torch.inf)
                for other_NK in (reply.logits_NK[:, 1:], batch.topk_logprobs_NK)]
     scale = temperature_ratio(logits_NK, reply.logits_NK[:, 1:])
-    return judge_probe(config, *agree_max(world.students_control, *map(float, kls), abs(scale - 1.0)))
+    found = agree_max(world.students_control, *map(float, kls), abs(scale - 1.0))
+    return judge_probe(config, run.job.teachers[index], *found)
 
 
 def temperature_ratio(logits_NK: Tensor, other_NK: Tensor) -> float:
@@ -400,12 +537,13 @@ def temperature_ratio(logits_NK: Tensor, other_NK: Tensor) -> float:
     return float((own * other).sum() / own.square().sum())
 
 
-def judge_probe(config: cfg.OPDConfig, served: float, sampled: float, tilt: float) -> str:
+def judge_probe(config: cfg.OPDConfig, teacher: cfg.TeacherConfig, served: float, sampled: float,
+                tilt: float) -> str:
     """served, sampled: KL in nats per token of the training forward against the teacher service and the sampler; tilt:
     how far the ratio of the service's temperature to the student's is from 1."""
-    dtypes = {config.student.dtype, config.teacher.dtype, config.rollout.dtype or config.student.dtype}
+    dtypes = {config.student.dtype, teacher.dtype, config.rollout.dtype or config.student.dtype}
     limit = config.probe.max_kl_fp32 if dtypes == {"float32"} else config.probe.max_kl_bf16
-    found = (f"KL of the student against its own weights served as teacher {served:.2e}, against its sampler "
+    found = (f"KL of the student against its own weights served by {teacher.name} {served:.2e}, against its sampler "
              f"{sampled:.2e}, limit {limit:.0e}")
     if sampled > limit:
         raise ValueError(f"start-up probe: the student's training forward and its sampler disagree: {found}")
@@ -419,17 +557,18 @@ def judge_probe(config: cfg.OPDConfig, served: float, sampled: float, tilt: floa
 
 def evaluate(run: Run) -> dict[str, float]:
     """Fresh samples on held-out prompts: whole-vocabulary reverse KL, lengths, exact match where there are answers."""
-    config, began = run.job.config, time.monotonic()
-    mine = deal([len(prompt.ids) for prompt in run.job.held_out], len(run.job.plan.students))[run.index]
+    config, began, pulse = run.job.config, time.monotonic(), run.pulse()
+    mine = sorted(deal([len(prompt.ids) for prompt in run.job.held_out], len(run.job.plan.students))[run.index])
     prompts, n = [run.job.held_out[index] for index in mine], config.eval.n
-    samples = generate(run.replica, [prompt.ids for prompt in prompts], max_new_tokens=config.eval.max_new_tokens,
+    samples = generate(run.sampler(), [prompt.ids for prompt in prompts], max_new_tokens=config.eval.max_new_tokens,
                        temperature=config.eval.temperature, top_p=config.eval.top_p, stop_ids=run.job.stop_ids, n=n,
                        seed=config.seed + 1, step=run.step,
                        sample_ids=[index * n + j for index in mine for j in range(n)],
                        capture_top_k=config.loss.top_k, batch_size=config.rollout.batch_size,
-                       keepalive=run.start_sampling().beat)
+                       keepalive=pulse.beat)
+    pulse.finish()
     metrics = Metrics()
-    record_kl(run, samples[::n], metrics)
+    record_kl(run, [Row(sample, run.job.route(prompt)) for sample, prompt in zip(samples[::n], prompts)], metrics)
     texts = [text_of(run, [token for token in sample.tokens if token not in run.job.stop_ids]) for sample in samples]
     record_answers(run, prompts, texts, metrics)
     metrics.mean("eval/response_length", sum(len(s.tokens) for s in samples), len(samples))
@@ -441,17 +580,22 @@ def evaluate(run: Run) -> dict[str, float]:
     return metrics.reduce(run.world.students_control)
 
 
-def record_kl(run: Run, samples: Sequence[Sample], metrics: Metrics) -> None:
+def record_kl(run: Run, rows: Sequence[Row], metrics: Metrics) -> None:
     """KL(student || teacher) per token, at the training temperature, on one sample of each prompt."""
     run.student.module.eval()
-    batches = make_batches(run, samples)
-    replies = score_ahead(run.teacher, batches, own_k=run.job.config.loss.top_k, want_hidden=True)
-    for batch in batches:
-        reply = next(replies)
+    plan = plan_batches([row.num_tokens for row in rows], run.job.config.train.micro_batch_tokens)
+    num_batches = int(agree_max(run.world.students_control, max(len(plan), 1))[0])
+    groups = [[rows[i] for i in batch] for batch in plan] + [[]] * (num_batches - len(plan))
+    for item in [score(run, group, own_k=run.job.config.loss.top_k, for_evaluation=True) for group in groups]:
+        batch, reply = item.batch, run.teachers.result(item.handle, item.through)
         with torch.no_grad():
             hidden_ND = run.student.module(batch.tokens_BT).flatten(0, 1)[batch.rows_N]
-            kl_N = full_vocabulary(run, reverse_kl_full, hidden_ND, reply)
+            kl_N = full_vocabulary(run, reverse_kl_full, batch, hidden_ND, reply)
         metrics.mean("eval/reverse_kl_full", kl_N.sum(), batch.num_positions)
+        if len(run.job.teachers) > 1:
+            for index, teacher in enumerate(run.job.teachers):
+                mine_N = batch.route_N == index
+                metrics.mean(f"eval/reverse_kl_full/{teacher.name}", kl_N[mine_N].sum(), mine_N.sum())
 
 
 def record_answers(run: Run, prompts: Sequence[Prompt], texts: Sequence[str], metrics: Metrics) -> None:
@@ -490,15 +634,28 @@ def write_samples(run: Run, prompts: Sequence[Prompt], samples: Sequence[Sample]
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoint and resume
 
-def save_checkpoint(run: Run, resumed_from: Path | None) -> Path:
+def open_saver(run: Run, resumed_from: Path | None) -> ckpt.Saver:
+    keep = run.job.config.checkpoint
+    return ckpt.Saver(run.job.run_dir / "checkpoints", group=run.world.students_control, keep_last=keep.keep_last,
+                      keep_every=keep.keep_every, resumed_from=resumed_from)
+
+
+def start_saving(run: Run, saver: ckpt.Saver) -> None:
+    """Copy the state and write it in the background; it is published at a later step."""
     config = run.job.config
+    finish_saving(run, saver)
     state = {"job": "opd", "step": run.step, "position": run.position, "evaluated": run.evaluated,
              "roles": {"student": role_state(run.student)},
              "config": dataclasses.asdict(config), "fingerprints": fingerprints(run.job),
              "allowed_drift": list(config.checkpoint.allow_drift), "torch": torch.__version__}
-    return ckpt.save(run.job.run_dir / "checkpoints", run.step, role_tensors(run.student), state,
-                     group=run.world.students_control, keep_last=config.checkpoint.keep_last,
-                     keep_every=config.checkpoint.keep_every, resumed_from=resumed_from)
+    saver.start(run.step, role_tensors(run.student), state)
+
+
+def finish_saving(run: Run, saver: ckpt.Saver) -> Path | None:
+    """Wait until what is being written is published, telling the teachers that this rank is alive."""
+    while saver.poll(0.5):
+        run.teachers.progress()
+    return saver.finish()
 
 
 def resume(run: Run) -> Path | None:
@@ -511,7 +668,6 @@ def resume(run: Run) -> Path | None:
     ckpt.load(found, role_tensors(run.student), group=group)
     restore_role(run.student, found.state["roles"]["student"])
     run.step, run.position, run.evaluated = (found.state[key] for key in ("step", "position", "evaluated"))
-    gather_into(run.student.module, run.replica)
     return found.folder
 
 
@@ -524,30 +680,38 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
     log.info(start_block(job, world))
     run = build_student(job, world, log)
     if config.probe.enabled:
-        run.teacher = connect_teacher(job, world, config.student.path, job.student_lm)
+        run.teachers = connect_teachers(job, world, probing=True)
         log.info(probe(run))
-        run.teacher.stop()
-        run.teacher = None  # freed before the real one is built
+        run.teachers.stop()
+        run.teachers = None  # freed before the real ones are built
         gc.collect()
-    run.teacher = connect_teacher(job, world, config.teacher.path, job.teacher_lm)
-    saved = resumed_from = resume(run)
-    journal, alarmed, stopped = open_journal(run, resumed_from), False, False
+    run.teachers = connect_teachers(job, world, probing=False)
+    resumed_from = resume(run)
+    saver = open_saver(run, resumed_from)
+    journal, alarmed, stopped, ahead = open_journal(run, resumed_from), False, False, None
     if evaluation_due(run):  # also one that a stop request has cut off
         log_evaluation(run, journal)
 
-    while run.step < config.max_steps and not stopped:
-        values = step_once(run)
-        log_step(run, journal, values)
-        alarmed = check_alarms(run, values, journal)
-        stopped = bool(agree_max(world.students_control, alarmed or stop_request.wanted())[0])
+    while run.step < config.max_steps and (ahead is not None or not stopped):
+        rollout = ahead or roll(run)
+        next_step = run.step + config.rollout.updates_per_rollout
+        may_roll_ahead = config.rollout.async_depth and not stopped and not checkpoint_due(run, next_step)
+        ahead = roll(run) if may_roll_ahead else None
+        for update in range(config.rollout.updates_per_rollout):
+            values = step_once(run, rollout, update)
+            log_step(run, journal, values)
+            alarmed = check_alarms(run, values, journal) or alarmed
+        stopped = bool(agree_max(world.students_control, alarmed or stop_request.wanted())[0]) or stopped
         last = run.step == config.max_steps
         if evaluation_due(run) and (last or not stopped):
             log_evaluation(run, journal)
-        if last or stopped or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
-            saved = save_checkpoint(run, resumed_from)
-        run.teacher.keepalive()
+        saver.poll()
+        if checkpoint_due(run, run.step) or (stopped and ahead is None):
+            start_saving(run, saver)
+        run.teachers.progress()
 
-    run.teacher.stop()
+    saved = finish_saving(run, saver) or resumed_from
+    run.teachers.stop()
     journal.close()
     if world.rank == 0:
         write_report(job.run_dir)
@@ -560,23 +724,32 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
 
 def evaluation_due(run: Run) -> bool:
     config = run.job.config
-    planned = config.eval.at_start if run.step == 0 else run.step % max(1, config.eval.every) == 0
+    planned = config.eval.at_start if run.step == 0 else passes(run, run.step, config.eval.every)
     return bool(config.eval.every) and run.evaluated != run.step and (planned or run.step == config.max_steps)
 
 
-def step_once(run: Run) -> dict[str, float]:
-    """Sample, score, train, measure; the global metrics of the step, equal on all ranks."""
+def checkpoint_due(run: Run, step: int) -> bool:
+    """Whether the rollout that ends at `step` is followed by a checkpoint, apart from those of a stop."""
+    return step == run.job.config.max_steps or passes(run, step, run.job.config.checkpoint.every)
+
+
+def passes(run: Run, step: int, every: int) -> bool:
+    """Whether a multiple of `every` is among the steps of the rollout that ends at `step`."""
+    return every > 0 and step // every > (step - run.job.config.rollout.updates_per_rollout) // every
+
+
+def step_once(run: Run, rollout: Rollout, update: int) -> dict[str, float]:
+    """Train on one update's part of a rollout, measure; the global metrics of the step, equal on all ranks."""
     metrics, began = Metrics(), time.monotonic()
-    samples = sample_prompts(run)
-    record_samples(metrics, samples)
-    rolled = time.monotonic()
-    result, waited_s = train_step(run, make_batches(run, samples), metrics)
-    ended = time.monotonic()
-    run.step, run.position = run.step + 1, run.position + run.job.config.train.prompts_per_step
-    for name, seconds in {"step": ended - began, "roll": rolled - began, "teacher_wait": waited_s,
-                          "train": ended - rolled - waited_s}.items():
+    record_samples(metrics, rollout.samples[update])
+    metrics.peak("staleness", run.step - rollout.sampled_at)
+    result, times = train_step(run, rollout.batches[update], metrics)
+    took_s = time.monotonic() - began
+    for name, seconds in {"step": run.rolled_s + took_s, "roll": run.rolled_s, "teacher_wait": times.waited,
+                          "train": took_s - times.waited, "teacher_busy": times.taught}.items():
         metrics.peak(f"time/{name}_s", seconds)
     metrics.peak("memory_peak_bytes", peak_memory(run.world.device))
+    run.step, run.rolled_s = run.step + 1, 0.0
     values = metrics.reduce(run.world.students_control)
     return values | {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
                      "step_applied": int(result.applied), "skipped_steps": run.student.skips,
@@ -585,7 +758,7 @@ def step_once(run: Run) -> dict[str, float]:
 
 def check_alarms(run: Run, values: dict[str, float], journal: Journal) -> bool:
     """Warn about values beyond their limits; True if one of them shall stop the run. The same on every rank."""
-    nan = float("nan")  # compares as false: a metric that the step does not have raises no alarm
+    nan = float("nan")
     signed = {"student_mass": -values.get("student_mass", nan),  # alarms when it falls
               "entropy_gap": abs(values.get("student_entropy", nan) - values.get("teacher_entropy", nan))}
     stops = False
@@ -593,6 +766,8 @@ def check_alarms(run: Run, values: dict[str, float], journal: Journal) -> bool:
         name, alarm = field.name, getattr(run.job.config.alarms, field.name)
         value = signed.get(name, values.get(name, nan))
         sign = -1 if name == "student_mass" else 1
+        if math.isnan(value):  # not measured at this step: an alarm that is on stays on
+            continue
         if alarm.limit is None or not value > sign * alarm.limit:
             run.alarms_on.discard(name)
             continue
@@ -629,16 +804,28 @@ def log_evaluation(run: Run, journal: Journal) -> None:
 # Start and end blocks, dry run
 
 def job_memory(job: Job) -> dict[str, dict[str, int]]:
-    config = job.config
-    return memory_plan(job.student_lm, job.teacher_lm, num_students=len(job.plan.students),
-                       num_servers=len(job.plan.teachers[0]) if job.plan.has_servers else 0,
+    """Bytes by part for a rank of the student and of each teacher that has ranks of its own."""
+    first, *others = [teacher_memory(job, index) for index in range(len(job.teachers))]
+    ranks = {"student": first.pop("student")} | {job.teachers[0].name: parts for parts in first.values()}
+    for teacher, plan in zip(job.teachers[1:], others):
+        ranks["student"] |= {f"{teacher.name}: {part}": size for part, size in plan.pop("student").items()
+                             if "teacher" in part}
+        ranks |= {teacher.name: parts for parts in plan.values()}
+    return ranks
+
+
+def teacher_memory(job: Job, index: int) -> dict[str, dict[str, int]]:
+    """The memory plan of student and one teacher."""
+    config, teacher = job.config, job.teachers[index]
+    return memory_plan(job.student_lm, job.teacher_lms[index], num_students=len(job.plan.students),
+                       num_servers=0 if job.plan.is_inline(index) else len(job.plan.teachers[index]),
                        student_dtype=DTYPES[config.student.dtype], rollout_dtype=rollout_dtype(config),
-                       teacher_dtype=DTYPES[config.teacher.dtype], offload=config.teacher.param_offload,
+                       teacher_dtype=DTYPES[teacher.dtype], offload=teacher.param_offload,
                        recompute=config.student.activation_checkpointing, batch_rows=config.rollout.batch_size,
                        row_tokens=config.data.max_prompt_tokens + max(
                            config.rollout.max_new_tokens, config.eval.max_new_tokens if config.eval.every else 0),
                        micro_batch_tokens=config.train.micro_batch_tokens, vocab_size=job.vocab_size,
-                       chunk_size=max(config.loss.chunk_size, config.teacher.chunk_size))
+                       chunk_size=max(config.loss.chunk_size, teacher.chunk_size))
 
 
 def check_memory(job: Job, available: int) -> None:
@@ -653,9 +840,9 @@ def check_memory(job: Job, available: int) -> None:
 
 def start_block(job: Job, world: World) -> str:
     config, plan = job.config, job.plan
-    servers = span(plan.teachers[0]) if plan.has_servers else "inline"
-    roles = [("student", span(plan.students), config.student.path, config.student.dtype, "yes"),
-             ("teacher", servers, config.teacher.path, config.teacher.dtype, "no")]
+    roles = [("student", span(plan.students), config.student.path, config.student.dtype, "yes")]
+    roles += [(teacher.name, "inline" if plan.is_inline(index) else span(plan.teachers[index]), teacher.path,
+               teacher.dtype, "no") for index, teacher in enumerate(job.teachers)]
     memory = [(role, part, human_bytes(size)) for role, parts in job_memory(job).items()
               for part, size in [*parts.items(), ("all", sum(parts.values()))]]
     samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
@@ -684,10 +871,27 @@ def end_block(run: Run, saved: Path | None) -> str:
              f"{run.student.skips} skipped"]
     if rows:
         lines += ["", table(rows, ("held-out prompts", f"step {evals[0]['step']}", f"step {evals[-1]['step']}")), ""]
+    lines += split_of_time(run.job, [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["kind"] == "train"])
     lines += [f"report: {run_dir / 'report.html'}",
               "export: " + shlex.join(["python", "-m", "distill_core.export", "--checkpoint", str(saved), "--out",
                                        str(run_dir / "export")])]
     return "\n".join(lines if done else [*lines, "the same command again continues from here"])
+
+
+def split_of_time(job: Job, steps: Sequence[dict[str, Any]]) -> list[str]:
+    """Where the time of a step goes, and how many ranks would share it evenly between student and teachers."""
+    if not steps:
+        return []
+    roll, wait, train, taught = (sum(line[f"time/{name}_s"] for line in steps) / len(steps)
+                                 for name in ("roll", "teacher_wait", "train", "teacher_busy"))
+    lines = [f"mean step: roll {roll:.2f} s, wait {wait:.2f} s, train {train:.2f} s; teacher busy {taught:.2f} s"]
+    servers = job.plan.world_size - len(job.plan.students)
+    work, taught_work = (roll + train) * len(job.plan.students), taught * servers
+    if servers and work + taught_work > 0:
+        best = min(max(1, round(job.plan.world_size * taught_work / (work + taught_work))), job.plan.world_size - 1)
+        lines += [f"teacher ranks: {servers} of {job.plan.world_size}; by these times {best} would keep students and "
+                  f"teachers equally busy" + (" (as it is)" if best == servers else "")]
+    return lines
 
 
 def dry_run(config: cfg.OPDConfig) -> None:
@@ -696,8 +900,8 @@ def dry_run(config: cfg.OPDConfig) -> None:
 
     world_size = config.topology.world_size or env_rank()[1]
     job = prepare(config, world_size, min(world_size, 8))
-    servers = job.plan.teachers[0] if job.plan.has_servers else ()
-    for rank in (0, *servers[:1]):
+    leaders = [ranks[0] for index, ranks in enumerate(job.plan.teachers) if not job.plan.is_inline(index)]
+    for rank in (0, *leaders):
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
         world = make_groups(job.plan, torch.device("cpu"), config.topology.timeout_s)
         if world.is_student:
@@ -706,7 +910,8 @@ def dry_run(config: cfg.OPDConfig) -> None:
             print(f"rank {rank}: {role} with {human_count(num_parameters(model))} parameters, "
                   f"{human_bytes(local_bytes(model.parameters()))} in its shards")
         dist.destroy_process_group()
-    print(f"dry run passed: {world_size} ranks ({len(job.plan.students)} student, {len(servers)} teacher)")
+    num_students = len(job.plan.students)
+    print(f"dry run passed: {world_size} ranks ({num_students} student, {world_size - num_students} teacher)")
 
 
 def dry_models(job: Job, world: World) -> dict[str, nn.Module]:
@@ -716,9 +921,10 @@ def dry_models(job: Job, world: World) -> dict[str, nn.Module]:
         models["student"] = shard_meta(job.student_lm, world.student_mesh, dtype=torch.float32, trainable=True,
                                        compute_dtype=DTYPES[config.student.dtype])
         student_optimizer(config, models["student"])
-    if not world.is_student or not job.plan.has_servers:
-        models["teacher"] = shard_meta(job.teacher_lm, world.teacher_meshes[0], dtype=DTYPES[config.teacher.dtype],
-                                       trainable=False)
+    for index, teacher in enumerate(job.teachers):
+        if world.teacher_meshes[index] is not None:
+            models[teacher.name] = shard_meta(job.teacher_lms[index], world.teacher_meshes[index],
+                                              dtype=DTYPES[teacher.dtype], trainable=False)
     return models
 
 
@@ -734,7 +940,7 @@ def main() -> int:
             dry_run(config)
             return 0
         if args.check:
-            intended = config.topology.world_size or max(world_size, config.topology.teacher_ranks + 1)
+            intended = config.topology.world_size or max(world_size, sum(cfg.teacher_ranks_of(config)) + 1)
             job = prepare(config, intended, min(intended, 8))
             print(f"{args.config}: ok; {len(job.train)} training and {len(job.held_out)} evaluation prompts")
             return 0

@@ -16,7 +16,6 @@ Shapes: B batch; x, raw [B, *latent_shape]; s [B] in fp32, 1 is noise; labels [B
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,8 +29,10 @@ from torch.utils.checkpoint import noop_context_fn
 
 from distill_core import flow
 from distill_core.models import dit, mlp2d
+from distill_core.safetensors_io import read_json, shown
 
 MODEL_TYPES = ("dit", "mlp2d")
+MAX_LAYERS = 4096  # a config.json can ask for billions, which would be built one by one before anything is compared
 CHECK_LEVELS = (0.2, 0.4, 0.6, 0.8)  # none at 0.5, where a reversed time cannot be seen
 CHECK_SAMPLES = 64  # at least; fewer tell little
 # At high levels one class of data hardly differs from noise, at low ones a label says little: then chance decides.
@@ -151,7 +152,9 @@ def guided_velocity(adapter: Adapter, module: nn.Module, x_s: Tensor, s: Tensor,
 
 def make_adapter(config: dict[str, Any], *, source: str) -> Adapter:
     """The adapter of a config.json's content. ValueError naming `source` for whatever it does not describe."""
-    model_type = config.get("model_type")
+    model_type, depth = config.get("model_type"), config.get("depth")
+    if type(depth) is int and depth > MAX_LAYERS:
+        raise ValueError(f"{source}: depth must be at most {MAX_LAYERS}, got {str(depth)[:20]}")
     if model_type == "dit":
         size = dit.config_from_json(config, source=source)
         return VelocityAdapter("dit", (size.channels, size.input_size, size.input_size), size.num_classes,
@@ -160,22 +163,18 @@ def make_adapter(config: dict[str, Any], *, source: str) -> Adapter:
         size = mlp2d.config_from_json(config, source=source)
         return VelocityAdapter("mlp2d", (mlp2d.NUM_COORDINATES,), size.num_classes, ("fc1", "fc2", "modulation"),
                                size.hidden_size, lambda: mlp2d.MLP2D(size))
-    raise ValueError(f"{source}: model_type {model_type!r} has no adapter (there are: {', '.join(MODEL_TYPES)}; for "
-                     "one of your own add a line to make_adapter)")
+    raise ValueError(f"{source}: model_type {repr(model_type)[:60]} has no adapter (there are: "
+                     f"{', '.join(MODEL_TYPES)}; for one of your own add a line to make_adapter)")
 
 
 def read_adapter(folder: str | Path) -> Adapter:
     """The adapter of a model folder, from its config.json; ValueError of one line that names the file."""
     path = Path(folder) / "config.json"
+    raw = read_json(path, remedy="give a model folder")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror} (give a model folder)") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    return make_adapter(config, source=str(path))
+        return make_adapter(raw, source=str(path))
+    except ValueError as error:
+        raise ValueError(shown(str(error), 500)) from None  # it quotes values, which may be of any length
 
 
 # --- self-test ------------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ No rank ever holds a whole sharded model: each reads the rows it owns from the s
 """
 from __future__ import annotations
 
-import json
 import time
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -23,9 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distill_core.fsdp import local, shard
+from distill_core.generate import num_parked
 from distill_core.lora import inject, named_adapter, reset_lora
 from distill_core.models.lm import CausalLM, LMConfig, LMHead, config_from_hf
-from distill_core.safetensors_io import TensorIndex, check_tensors, load_into, open_folder
+from distill_core.safetensors_io import TensorIndex, check_tensors, load_into, open_folder, read_json, shown
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -33,30 +35,43 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 def read_lm_config(folder: str | Path) -> LMConfig:
     """config.json of a model folder; ValueError naming the file for anything that is missing or not supported."""
     path = Path(folder) / "config.json"
+    raw = read_json(path, remedy="give a folder in Hugging Face format")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror} (give a folder in Hugging Face format)") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); download it again") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: not a JSON object; download it again")
-    return config_from_hf(raw, source=str(path))
+        return config_from_hf(raw, source=str(path))
+    except ValueError as error:
+        raise ValueError(shown(str(error), 500)) from None  # it quotes values, which may be of any length
 
 
 def check_folder(folder: str | Path) -> LMConfig:
     """Validate config.json and every safetensors header against each other without reading weights."""
-    config = read_lm_config(folder)
-    check_tensors(open_folder(folder), dict(_on_meta(config).named_parameters()), allow_extra=_tolerated(config))
-    return config
+    return _open_lm(folder)[0]
+
+
+def _open_lm(folder: str | Path) -> tuple[LMConfig, TensorIndex]:
+    """config.json and the headers, found to describe the same tensors before anything is allocated."""
+    config, index = read_lm_config(folder), open_folder(folder)
+    if config.num_layers > len(index.entries):  # before minutes are spent on building them
+        raise ValueError(f"{Path(folder) / 'config.json'}: num_hidden_layers is {config.num_layers}, but the folder "
+                         f"holds {len(index.entries)} tensors; download it again")
+    model = _possible(folder, lambda: _on_meta(config))
+    check_tensors(index, dict(model.named_parameters()), allow_extra=_tolerated(config))
+    return config, index
+
+
+def _possible(folder: str | Path, build: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        return build()
+    except RuntimeError as error:  # of torch, also on meta, where a tensor has more bytes than can be counted
+        raise ValueError(f"{Path(folder) / 'config.json'}: describes no possible model "
+                         f"({shown(str(error))}); download it again") from None
 
 
 def load_lm(folder: str | Path, dtype: torch.dtype = torch.float32) -> CausalLM:
     """The whole model on CPU: `model(tokens_BT)` gives hidden states, `model.lm_head(hidden)` logits."""
-    config = read_lm_config(folder)
+    config, index = _open_lm(folder)
     model = _on_meta(config, dtype).to_empty(device="cpu")
     model.tie()
-    _load(open_folder(folder), model, config)
+    _load(index, model, config)
     return model
 
 
@@ -67,13 +82,13 @@ def build_lm(folder: str | Path, mesh: DeviceMesh, device: torch.device, *, dtyp
 
     dtype: of the stored shards (fp32 master weights of a trained model); compute_dtype: of forward and backward.
     """
-    config = read_lm_config(folder)
+    config, index = _open_lm(folder)
     model = shard_meta(config, mesh, dtype=dtype, compute_dtype=compute_dtype, offload=offload, trainable=trainable)
     model.to_empty(device="cpu" if offload else device)
     if mesh.size() == 1:
         model.tie()  # not sharded, perhaps: then to_empty has given the head other memory
     assert not config.tied or model.lm_head.weight is model.model.embed_tokens.weight, "sharding untied the head"
-    _load(open_folder(folder), model, config, progress)
+    _load(index, model, config, progress)
     return model
 
 
@@ -89,24 +104,24 @@ def shard_meta(config: LMConfig, mesh: DeviceMesh, *, dtype: torch.dtype, traina
 
 def build_head(folder: str | Path, mesh: DeviceMesh, device: torch.device, *, dtype: torch.dtype) -> LMHead:
     """A frozen sharded copy of a model's output head alone, for whole-vocabulary losses on the student ranks."""
-    config = read_lm_config(folder)
+    config, index = _open_lm(folder)
     with torch.device("meta"):
         head = LMHead(config.hidden_size, config.vocab_size, bias=False).to(dtype)
     head.requires_grad_(False)
     shard(head, [], mesh)
     head.to_empty(device=device)
     name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-    load_into(open_folder(folder), {name: head.weight}, allow_extra=lambda other: True)
+    load_into(index, {name: head.weight}, allow_extra=lambda other: True)
     _refuse_nonfinite(folder, dict(head.named_parameters()))
     return head
 
 
 def build_replica(config: LMConfig, device: torch.device, dtype: torch.dtype, *, vocab_size: int) -> CausalLM:
-    """A plain frozen model for sampling, with the first `vocab_size` rows of embedding and head; to be filled by
+    """A plain frozen model for sampling, fused, with the first `vocab_size` rows of embedding and head; to be filled by
     `fsdp.gather_into` after each optimizer step."""
     replica = _on_meta(replace(config, vocab_size=vocab_size), dtype).to_empty(device=device)
     replica.tie()
-    return replica.requires_grad_(False).eval()
+    return replica.requires_grad_(False).eval().fuse()
 
 
 # --- flow models ----------------------------------------------------------------------------------------------------
@@ -131,6 +146,7 @@ class LoRA(NamedTuple):
 
 def load_flow(folder: str | Path, architecture: Architecture, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The whole module on CPU, in eval mode."""
+    check_flow(folder, architecture)
     module = _flow_on_meta(architecture, dtype).to_empty(device="cpu")
     _load_flow(folder, module)
     return module.eval()
@@ -144,6 +160,7 @@ def build_flow(folder: str | Path, architecture: Architecture, mesh: DeviceMesh,
     trainable: all parameters are trained (False with `lora`: only its adapters may be, in fp32). dtype: of the stored
     shards; compute_dtype: of forward and backward.
     """
+    check_flow(folder, architecture)
     module = shard_flow(architecture, mesh, dtype=dtype, trainable=trainable, compute_dtype=compute_dtype, lora=lora)
     module.to_empty(device=device)
     _load_flow(folder, module, progress)
@@ -179,7 +196,7 @@ def meta_flow(architecture: Architecture, *, dtype: torch.dtype, trainable: bool
 
 def check_flow(folder: str | Path, architecture: Architecture) -> None:
     """Validate every safetensors header against the architecture without reading weights."""
-    module = _flow_on_meta(architecture, torch.float32)
+    module = _possible(folder, lambda: _flow_on_meta(architecture, torch.float32))
     check_tensors(open_folder(folder), dict(module.named_parameters()))
 
 
@@ -242,8 +259,8 @@ def _refuse_nonfinite(folder: str | Path, weights: dict[str, Tensor]) -> None:
             raise ValueError(f"{folder}: tensor {name} holds NaN or infinity; download or train it again")
 
 
-def load_progress(folder: str | Path, *, prints: bool) -> Progress:
-    """A callback for `build_lm` that says every 10 s how far a long load is."""
+def load_progress(folder: str | Path, *, prints: bool, beat: Callable[[], None] = lambda: None) -> Progress:
+    """A callback for `build_lm` that says every 10 s how far a long load is, and calls `beat` after each tensor."""
     last = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -251,6 +268,7 @@ def load_progress(folder: str | Path, *, prints: bool) -> Progress:
         if prints and time.monotonic() - last > 10:
             print(f"loading {folder}: {done / 2**30:.1f} of {total / 2**30:.1f} GiB on this rank", flush=True)
             last = time.monotonic()
+        beat()
 
     return progress
 
@@ -260,10 +278,12 @@ def load_progress(folder: str | Path, *, prints: bool) -> Progress:
 def memory_plan(student: LMConfig, teacher: LMConfig, *, num_students: int, num_servers: int,
                 student_dtype: torch.dtype, rollout_dtype: torch.dtype, teacher_dtype: torch.dtype, offload: bool,
                 recompute: bool, batch_rows: int, row_tokens: int, micro_batch_tokens: int, vocab_size: int,
-                chunk_size: int) -> dict[str, dict[str, int]]:
+                chunk_size: int, prompt_tokens: int | None = None,
+                samples_per_prompt: int = 1) -> dict[str, dict[str, int]]:
     """Bytes by part for a "student" and a "teacher" rank; activations are an estimate, the rest is exact up to padding.
 
     num_servers: ranks of the teacher alone; 0 puts its shards on the student ranks.
+    row_tokens: longest prompt and answer; prompt_tokens: longest prompt (default: as if it could be all of that).
     """
     num_student, num_teacher = _num_parameters(student), _num_parameters(teacher)
     width = student_dtype.itemsize
@@ -280,8 +300,9 @@ def memory_plan(student: LMConfig, teacher: LMConfig, *, num_students: int, num_
     parts = {
         "weights": 4 * num_student // num_students, "gradients": 4 * num_student // num_students,
         "optimizer": 8 * num_student // num_students, "rollout replica": num_student * rollout_dtype.itemsize,
-        "KV cache": 2 * student.num_layers * student.num_kv_heads * student.head_dim * batch_rows * row_tokens
-        * rollout_dtype.itemsize,
+        "KV cache": kv_bytes(student, rollout_dtype, rows=batch_rows, row_tokens=row_tokens,
+                             prompt_tokens=prompt_tokens or row_tokens, samples_per_prompt=samples_per_prompt),
+        "sampling": 4 * batch_rows * 4 * vocab_size,  # logits, log-probabilities, probabilities and one to spare
         "gathered head and block": 2 * largest * width, "head gradient": 4 * vocab_size * student.hidden_size,
         "activations": micro_batch_tokens * kept * width,
     }
@@ -289,6 +310,25 @@ def memory_plan(student: LMConfig, teacher: LMConfig, *, num_students: int, num_
         return {"student": parts | {"teacher head shard": head_bytes // num_students} | teacher_part}
     return {"student": parts | {"teacher head shard": head_bytes // num_students, "gathered teacher head": head_bytes},
             "teacher": teacher_part}
+
+
+def kv_bytes(config: LMConfig, dtype: torch.dtype, *, rows: int, row_tokens: int, prompt_tokens: int,
+             samples_per_prompt: int = 1) -> int:
+    """Keys and values that a rollout engine of `rows` rows allocates: theirs, and those of prompts read ahead.
+
+    row_tokens: longest prompt and answer; prompt_tokens: longest prompt.
+    """
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    parked = num_parked(rows, samples_per_prompt, prompt_tokens) * max(prompt_tokens - 1, 1)
+    return token_bytes * (rows * (row_tokens - 1) + parked)
+
+
+def largest_batch(config: LMConfig, dtype: torch.dtype, available_bytes: int, *, row_tokens: int, prompt_tokens: int,
+                  samples_per_prompt: int = 1) -> int:
+    """Most rows whose keys and values fit; 0 where not even one does."""
+    size = partial(kv_bytes, config, dtype, row_tokens=row_tokens, prompt_tokens=prompt_tokens,
+                   samples_per_prompt=samples_per_prompt)
+    return bisect_right(range(1, 2**20), available_bytes, key=lambda rows: size(rows=rows))
 
 
 def _num_parameters(config: LMConfig) -> int:

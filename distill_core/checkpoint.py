@@ -9,10 +9,12 @@ A folder is staged as `.tmp-step_00000100-TOKEN` and renamed once every byte is 
 leaves the older folders as they were; a folder is chosen only after all its hashes have been checked. `group` is a gloo
 group whose ranks all make the same calls, None a single process. Ranks exchange JSON bytes, never pickled objects.
 
-    save(root, 100, dict(model.named_parameters()), {"fingerprints": fingerprints_now}, group=control, keep_last=2)
     checkpoint = find_latest(root, group=control)          # None in a fresh run
     compare_fingerprints(checkpoint.state["fingerprints"], fingerprints_now, allow_drift=())
     load(checkpoint, dict(model.named_parameters()), group=control)
+    saver = Saver(root, group=control, keep_last=2)
+    saver.start(100, dict(model.named_parameters()), {"fingerprints": fingerprints_now})   # train on after a copy
+    saver.poll()                                           # after every step; saver.finish() before the end
 """
 from __future__ import annotations
 
@@ -23,22 +25,26 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 FORMAT_VERSION = 1
 MANIFEST, LATEST = "manifest.json", "latest"
 STEP_NAME = re.compile(r"step_(\d{8})")
-STALE_NAME = re.compile(r"\.(tmp|trash)-(step_\d{8}|latest)-[0-9a-f]{8}")
-CHUNK_BYTES, MAX_MESSAGE_BYTES = 16 << 20, 1 << 30
+STALE_NAME = re.compile(r"\.(tmp|trash)-(step_\d{8}|latest|probe)-[0-9a-f]{8}")
+CHUNK_BYTES, MAX_MESSAGE_BYTES, MAX_MANIFEST_BYTES = 16 << 20, 1 << 30, 64 << 20
+FAILED, RUNNING, DONE = -1, 0, 1  # a thread's status; the lowest of all ranks counts
+WAIT_S = 0.5  # between two looks at the other ranks
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
@@ -65,40 +71,188 @@ class Checkpoint:
 # ---------------------------------------------------------------------------------------------------------------------
 # Save
 
-@torch.no_grad()
+class Saver:
+    """Saves in the background: what `start` is given is copied, then written by a thread while training goes on.
+
+    All ranks of the group make the same calls. An error on any rank is raised on all and leaves the published folders
+    as they were; one in a thread comes out of the second `poll` after it, or of `finish`. One save at a time.
+
+    root: written to on construction, so that a read-only or unshared folder is a ValueError before training starts.
+    keep_last, keep_every, resumed_from: after each save, complete folders are removed other than the newest `keep_last`
+    that verify (0 keeps all), the multiples of `keep_every` (0: none), the one just written and `resumed_from`.
+    """
+
+    def __init__(self, root: str | Path, *, group: dist.ProcessGroup | None = None, keep_last: int = 0,
+                 keep_every: int = 0, resumed_from: Path | None = None) -> None:
+        self.published: Path | None = None  # the newest save that is complete
+        self._root, self._group, self._keep_last, self._keep_every = Path(root), group, keep_last, keep_every
+        self._resumed = {resumed_from.name} if resumed_from else set()
+        self._verdicts = dict.fromkeys(self._resumed, True)  # folder -> whether it verifies, as far as is known
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._task: Future | None = None  # what the thread does: writes the staged shard, later tidies up
+        self._vote: _Vote | None = None  # on how far the threads of all ranks are
+        self._staging: Path | None = None
+        self._manifest: dict[str, Any] = {}
+        _probe(self._root, group)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host memory that the copy takes; it is kept from one save to the next."""
+        return self._buffer.nbytes
+
+    def start(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Path:
+        """Returns root/step_{step:08d}, which will exist once `poll` or `finish` has published it.
+
+        tensors: plain ones are equal on all ranks and written by the first; DTensors are Shard(0) on a 1-D mesh over
+        the group (uneven and empty shards included). They may be changed as soon as this returns. state: JSON-able,
+        rank 0's counts; tuples come back as lists. If the step exists and verifies, nothing is written; if it does not
+        verify, it is moved aside. Waits for an earlier save in flight.
+        """
+        self.finish()
+        _agree_on_request(step, tensors, state, self._group)
+        final = self._root / f"step_{step:08d}"
+        if _on_first(lambda: os.path.lexists(final), self._group) and _verifies(final, self._group):
+            self.published, self._verdicts[final.name] = final, True
+            return final
+        self._manifest = {"format_version": FORMAT_VERSION, "step": step, "world_size": _size(self._group),
+                          "state": json.loads(json.dumps(state))}
+        self._staging = Path(_on_first(lambda: str(_make_staging(self._root, final.name)), self._group))
+        try:
+            _together(lambda: self._launch(tensors), self._group)
+        except BaseException:
+            self._abandon()
+            raise
+        return final
+
+    @torch.no_grad()
+    def _launch(self, tensors: dict[str, Tensor]) -> None:
+        rank = _rank(self._group)
+        header, parts = _layout(tensors, rank)
+        self._buffer = _copy_to_host(parts, self._buffer)
+        path, buffers = self._staging / f"shard_{rank:05d}.safetensors", [header, memoryview(self._buffer.numpy())]
+        self._task = _in_thread(lambda: _write_shard(path, buffers))
+
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Publishes what is in flight once every rank has written its part; whether something still is in flight.
+
+        wait_s: how long to wait for this rank's disk; for the other ranks, a call does not wait. While something is in
+        flight they agree on one number in the course of the step that follows; otherwise nothing is exchanged.
+        """
+        if self._task is None:
+            return False
+        wait([self._task], timeout=wait_s)
+        lowest, self._vote = self._vote.result() if self._vote else RUNNING, None
+        if lowest == RUNNING:
+            self._vote = _Vote(_status(self._task), self._group)
+            return True
+        task, self._task = self._task, None
+        try:  # where a rank failed the threads of others may still run: they are not waited for
+            files = _together(lambda: task.result() if task.done() else None, self._group)
+            if self._staging is not None:
+                self._publish_staged(files)
+        except BaseException:
+            self._abandon()
+            raise
+        return self._task is not None
+
+    def finish(self) -> Path | None:
+        """Waits until nothing is in flight; the newest published folder."""
+        while self.poll(WAIT_S):  # by turns, since a group's timeout may be shorter than the writing takes
+            pass
+        return self.published
+
+    def _publish_staged(self, files: list[dict[str, Any]]) -> None:
+        manifest = self._manifest | {"files": {f"shard_{number:05d}.safetensors": file
+                                               for number, file in enumerate(files)}}
+        final = self._root / f"step_{manifest['step']:08d}"
+        _on_first(lambda: _publish(self._staging, final, manifest), self._group)
+        self.published, self._staging, self._verdicts[final.name] = final, None, True
+        self._task = _in_thread(self._tidy if _rank(self._group) == 0 else lambda: None)
+
+    def _tidy(self) -> None:
+        _point_latest(self._root, self.published.name)
+        try:
+            _prune(self._root, keep_last=self._keep_last, keep_every=self._keep_every,
+                   protect=self._resumed | {self.published.name}, verdicts=self._verdicts)
+        except OSError as error:
+            log.warning("could not look for old checkpoints (%s)", error)
+
+    def _abandon(self) -> None:
+        if self._staging is not None and _rank(self._group) == 0:
+            shutil.rmtree(self._staging, ignore_errors=True)  # the next start clears what a thread may still create
+        self._task = self._staging = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # a thread may still read the old one
+
+
 def save(root: str | Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], *,
          group: dist.ProcessGroup | None = None, keep_last: int = 0, keep_every: int = 0,
          resumed_from: Path | None = None) -> Path:
-    """Publishes root/step_{step:08d} and returns it; an error on any rank is raised on all and leaves root as it was.
-
-    tensors: plain ones are equal on all ranks and written by the first; DTensors are Shard(0) on a 1-D mesh over the
-    group (uneven and empty shards included). state: JSON-able, rank 0's counts; tuples come back as lists. If the step
-    exists and verifies, nothing is written; if it does not verify, it is moved aside. The group's timeout must allow
-    for the slowest rank's writing.
-
-    Afterwards rank 0 removes complete folders other than the newest `keep_last` (0 keeps all), the multiples of
-    `keep_every` (0: none), the one just written and `resumed_from`.
-    """
-    root, rank = Path(root), _rank(group)
-    _agree_on_request(step, tensors, state, group)
-    final = root / f"step_{step:08d}"
-    if _on_first(lambda: os.path.lexists(final), group) and _verifies(final, group):
-        return final
-    staging = Path(_on_first(lambda: str(_make_staging(root, final.name)), group))
-    try:
-        files = _together(lambda: _write_shard(staging / f"shard_{rank:05d}.safetensors", tensors, rank), group)
-        manifest = {"format_version": FORMAT_VERSION, "step": step, "world_size": len(files), "state": state,
-                    "files": {f"shard_{number:05d}.safetensors": file for number, file in enumerate(files)}}
-        _on_first(lambda: _publish(staging, final, manifest), group)
-    except BaseException:
-        if rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
-    if rank == 0:
-        protect = {final.name} | ({resumed_from.name} if resumed_from else set())
-        _point_latest(root, final.name)
-        _prune(root, keep_last=keep_last, keep_every=keep_every, protect=protect)
+    """One save that is waited for; arguments and errors are those of `Saver` and `Saver.start`."""
+    saver = Saver(root, group=group, keep_last=keep_last, keep_every=keep_every, resumed_from=resumed_from)
+    final = saver.start(step, tensors, state)
+    saver.finish()
     return final
+
+
+def _in_thread(action: Callable[[], Any]) -> Future:
+    """The future of action(), run in a thread that keeps no failing process alive."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:  # raised by result(), in the main thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+class _Vote:
+    """The lowest of the values that the ranks give; it is found while they go on."""
+
+    def __init__(self, value: int, group: dist.ProcessGroup | None) -> None:
+        self._lowest = torch.tensor([value])
+        self._work = None
+        if group is not None:
+            self._work = dist.all_reduce(self._lowest, dist.ReduceOp.MIN, group=group, async_op=True)
+
+    def result(self) -> int:
+        if self._work is not None:
+            self._work.wait()
+        return int(self._lowest)
+
+
+def _status(task: Future) -> int:
+    if not task.done():
+        return RUNNING
+    return DONE if task.exception() is None else FAILED
+
+
+def _probe(root: Path, group: dist.ProcessGroup | None) -> None:
+    """ValueError on all ranks unless rank 0 can create root and folders in it, and every rank files in those."""
+    def refuse(error: OSError) -> ValueError:
+        return ValueError(f"{root}: checkpoints cannot be written there ({error.strerror}); choose a folder that every "
+                          "rank can write to")
+
+    def create() -> str:
+        try:
+            return str(_make_staging(root, "probe"))
+        except OSError as error:
+            raise refuse(error) from None
+
+    def touch() -> None:
+        try:
+            os.close(os.open(folder / f"{_rank(group)}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        except OSError as error:
+            raise refuse(error) from None
+
+    folder = Path(_on_first(create, group))
+    try:
+        _together(touch, group)
+    finally:
+        if _rank(group) == 0:
+            _delete(folder)
 
 
 def _agree_on_request(step: int, tensors: dict[str, Tensor], state: dict[str, Any],
@@ -133,32 +287,47 @@ def _make_staging(root: Path, name: str) -> Path:
     return staging
 
 
-def _write_shard(path: Path, tensors: dict[str, Tensor], rank: int) -> dict[str, Any]:
-    """Writes this rank's rows: {"size", "sha256"} of the file. A 0-d tensor is stored as one row."""
+def _layout(tensors: dict[str, Tensor], rank: int) -> tuple[bytes, list[Tensor]]:
+    """What precedes the data in this rank's file, and its rows of the tensors in the order of their data.
+
+    Safetensors: header length, JSON header, data. A 0-d tensor is stored as one row. Wide dtypes first, to be aligned.
+    """
     parts, rows = {}, {}
     for name, tensor in tensors.items():
         local, start = _local_part(name, tensor)
         if rank == 0 or (isinstance(tensor, DTensor) and local.numel()):
             parts[name] = local.reshape(1) if local.ndim == 0 else local
             rows[name] = {"shape": list(tensor.shape), "start": start}
-    return _write_file(path, _serialize(parts, {"format": "pt", "rows": json.dumps(rows)}))
-
-
-def _serialize(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """A safetensors file: header length, header, data of one tensor at a time. Wide dtypes first, to be aligned."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    header: dict[str, Any] = {"__metadata__": metadata}
+    ordered = sorted(parts.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    dtypes = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "rows": json.dumps(rows)}}
     offset = 0
-    for name, tensor in ordered:
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
-                        "data_offsets": [offset, offset + tensor.nbytes]}
-        offset += tensor.nbytes
+    for name, part in ordered:
+        header[name] = {"dtype": dtypes[part.dtype], "shape": list(part.shape),
+                        "data_offsets": [offset, offset + part.nbytes]}
+        offset += part.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        yield memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return len(text).to_bytes(8, "little") + text, [part for _, part in ordered]
+
+
+def _copy_to_host(parts: list[Tensor], buffer: Tensor) -> Tensor:
+    """[bytes] the parts one after the other, in `buffer` if it has the right size."""
+    num_bytes = sum(part.nbytes for part in parts)
+    if buffer.numel() != num_bytes:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    offset = 0
+    for part in parts:
+        buffer[offset:offset + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+        offset += part.nbytes
+    return buffer
+
+
+def _write_shard(path: Path, buffers: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Writes a file and checks it as a resume would: older checkpoints are removed because this one is good."""
+    record = _write_file(path, buffers)
+    _check_file(path, **record)
+    return record
 
 
 def _write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> dict[str, Any]:
@@ -174,6 +343,8 @@ def _write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> dict[str, 
                 while len(chunk):
                     chunk = chunk[os.write(descriptor, chunk):]
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # a full disk: say which
     finally:
         os.close(descriptor)
     return {"size": size, "sha256": digest.hexdigest()}
@@ -181,7 +352,6 @@ def _write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> dict[str, 
 
 def _publish(staging: Path, final: Path, manifest: dict[str, Any]) -> None:
     """The manifest last, then the name."""
-    manifest = json.loads(json.dumps(manifest))  # hash what a reader will get: string keys, lists for tuples
     text = json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
     _write_file(staging / MANIFEST, [text.encode()])
     _sync_folder(staging)
@@ -209,20 +379,31 @@ def _point_latest(root: Path, name: str) -> None:
                     error, name)
 
 
-def _prune(root: Path, *, keep_last: int, keep_every: int, protect: Collection[str]) -> None:
+def _prune(root: Path, *, keep_last: int, keep_every: int, protect: Collection[str],
+           verdicts: dict[str, bool]) -> None:
+    """verdicts: what is known of folders by name; those that must be read to be counted are added."""
     if keep_last <= 0:
         return
-    complete = [name for name in _step_names(root) if _is_complete(root / name)]
-    for name in complete[keep_last:]:
-        if name in protect or (keep_every and _step_of(name) % keep_every == 0):
+    num_kept = 0
+    for name in _step_names(root):
+        if not _is_complete(root / name):
             continue
-        trash = root / f".trash-{name}-{secrets.token_hex(4)}"
-        try:
-            os.rename(root / name, trash)  # no half-deleted folder ever has the name of a checkpoint
-        except OSError as error:
-            log.warning("could not remove %s (%s)", root / name, error)
-        else:
-            _delete(trash)
+        if num_kept < keep_last:
+            if name not in verdicts:
+                verdicts[name] = _verifies(root / name, None)
+            num_kept += verdicts[name]
+        elif name not in protect and not (keep_every and _step_of(name) % keep_every == 0):
+            _remove(root / name)
+
+
+def _remove(folder: Path) -> None:
+    trash = folder.with_name(f".trash-{folder.name}-{secrets.token_hex(4)}")
+    try:
+        os.rename(folder, trash)  # no half-deleted folder ever has the name of a checkpoint
+    except OSError as error:
+        log.warning("could not remove %s (%s)", folder, error)
+    else:
+        _delete(trash)
 
 
 def _delete(path: Path) -> None:
@@ -255,7 +436,7 @@ def find_latest(root: str | Path, *, group: dist.ProcessGroup | None = None) -> 
     since starting afresh would be a surprise.
     """
     root = Path(root)
-    names = _on_first(lambda: _step_names(root), group)
+    names = _names_of_first(root, group)
     problem = ""
     for name in names:
         try:
@@ -268,6 +449,18 @@ def find_latest(root: str | Path, *, group: dist.ProcessGroup | None = None) -> 
         raise ValueError(f"{root}: none of {len(names)} checkpoints can be used (newest: {problem}); restore one, or "
                          f"move the folder away to start afresh")
     return None
+
+
+def _names_of_first(root: Path, group: dist.ProcessGroup | None) -> list[str]:
+    """Rank 0's listing. A rank that sees more may be right: then a fresh start would be a surprise, too."""
+    names, *others = _together(lambda: _step_names(root), group)
+    unseen = sorted({name for other in others for name in other} - set(names), reverse=True)
+    if unseen and not names:
+        raise ValueError(f"{root}: rank 0 sees no checkpoint, another rank sees {unseen[0]}; is it on a file system "
+                         "that all nodes share?")
+    if unseen and _rank(group) == 0:
+        log.warning("%s: another rank sees %s, which rank 0 does not; rank 0 decides", root, unseen[0])
+    return names
 
 
 def peek(root: str | Path) -> dict[str, Any] | None:
@@ -315,7 +508,9 @@ def _step_of(name: str) -> int:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ValueError("too large")
+        manifest = json.loads(path.read_bytes(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
         version, digest = manifest["format_version"], manifest.pop("sha256")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}), so this is no complete checkpoint") from None
@@ -325,12 +520,32 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: has format version {version}, this code reads {FORMAT_VERSION}; use a newer version")
     if digest != _manifest_digest(manifest):
         raise ValueError(f"{path}: does not have the sha256 that it records; it is damaged or was edited")
-    if STEP_NAME.fullmatch(folder.name) and _step_of(folder.name) != manifest["step"]:
-        raise ValueError(f"{path}: is of step {manifest['step']}; give the folder its own name back")
-    for file in manifest["files"]:
+    _check_manifest(path, manifest)
+    return manifest
+
+
+def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    step, state, files = (manifest.get(key) for key in ("step", "state", "files"))
+    if type(step) is not int or not isinstance(state, dict) or not isinstance(files, dict) or not files:
+        raise ValueError(f"{path}: lacks the step, the state or the files of a checkpoint")
+    if STEP_NAME.fullmatch(path.parent.name) and _step_of(path.parent.name) != step:
+        raise ValueError(f"{path}: is of step {step}; give the folder its own name back")
+    for file, record in files.items():
         if not re.fullmatch(r"[\w.-]+\.safetensors", file):
             raise ValueError(f"{path}: lists {file!r}, which is not the plain name of a .safetensors file")
-    return manifest
+        if not isinstance(record, dict) or {key: type(value) for key, value in record.items()} != {"size": int,
+                                                                                                   "sha256": str}:
+            raise ValueError(f"{path}: does not give size and sha256 of {file}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a key twice")
+    return dict(pairs)
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
 
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:
@@ -349,7 +564,7 @@ def _check_file(path: Path, *, size: int, sha256: str) -> None:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     if digest.hexdigest() != sha256:
-        raise ValueError(f"{path}: does not have the sha256 of its manifest; the data is damaged")
+        raise ValueError(f"{path}: does not have the sha256 recorded when it was written; the data is damaged")
 
 
 def _is_complete(folder: Path) -> bool:
@@ -364,18 +579,31 @@ def _is_complete(folder: Path) -> bool:
 def _read_headers(folder: Path, files: list[str]) -> dict[str, SavedTensor]:
     tensors: dict[str, SavedTensor] = {}
     for file in files:
-        with safe_open(folder / file, framework="pt") as shard:
-            for name, rows in json.loads(shard.metadata()["rows"]).items():
-                part, shape = shard.get_slice(name), tuple(rows["shape"])
-                saved = tensors.setdefault(name, SavedTensor(DTYPES[part.get_dtype()], shape, []))
-                assert (saved.dtype, saved.shape) == (DTYPES[part.get_dtype()], shape), f"{folder / file}: {name}"
-                saved.pieces.append((rows["start"], part.get_shape()[0], file))
+        try:
+            _read_header(folder, file, tensors)
+        except (OSError, SafetensorError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{folder / file}: is no shard of a checkpoint ({type(error).__name__}: "
+                             f"{' '.join(str(error).split())})") from None
     for name, saved in tensors.items():
         saved.pieces.sort()
         stops = [start + num_rows for start, num_rows, _ in saved.pieces]
         num_rows = saved.shape[0] if saved.shape else 1
-        assert [0, *stops] == [*(start for start, _, _ in saved.pieces), num_rows], f"{folder}: {name}: {saved.pieces}"
+        if [0, *stops] != [*(start for start, _, _ in saved.pieces), num_rows]:
+            raise ValueError(f"{folder}: the rows of {name} in its files are not those of a tensor of shape "
+                             f"{list(saved.shape)}")
     return tensors
+
+
+def _read_header(folder: Path, file: str, tensors: dict[str, SavedTensor]) -> None:
+    """Adds the pieces in one file."""
+    with safe_open(folder / file, framework="pt") as shard:
+        for name, rows in json.loads(shard.metadata()["rows"]).items():
+            part, shape, start = shard.get_slice(name), tuple(rows["shape"]), rows["start"]
+            dtype, (num_rows, *row) = DTYPES[part.get_dtype()], part.get_shape()
+            saved = tensors.setdefault(name, SavedTensor(dtype, shape, []))
+            if (saved.dtype, saved.shape) != (dtype, shape) or row != list(shape[1:]) or type(start) is not int:
+                raise ValueError(f"{name} does not fit the other files")
+            saved.pieces.append((start, num_rows, file))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ Values are read by the type of their field, not by YAML's guess: `1e-6` is a flo
 import dataclasses
 import difflib
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,12 +58,16 @@ class CheckpointConfig:
     keep_last: int = 2                       # newest checkpoints that stay
     keep_every: int = 0                      # checkpoints of steps (cycles) divisible by this stay for ever; 0 = none
     allow_drift: tuple[str, ...] = ()        # fingerprint keys that may differ on resume; recorded in the next manifest
+    max_minutes: float | None = None         # then save and stop as if preempted; leave time for a step and a save
+    max_skips_in_a_row: int = 10             # updates of a role skipped in a row, as not finite; then save and fail
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     log_every: int = 1                       # steps (cycles) between console lines; metrics.jsonl gets every one
     samples: int = 4                         # job opd: sample texts written per evaluation
+    mass_every: int = 10                     # job opd: steps between looks at the teacher's whole vocabulary (masses,
+                                             # overlap, entropy); a default step reads only the K ids. 0 = never
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,6 +85,7 @@ class StudentConfig:
 class TeacherConfig:
     path: str                                # model folder in Hugging Face format; required
     name: str = "teacher"                    # what the `teacher` key of a data line refers to
+    ranks: int | None = None                 # ranks that only serve it, 0 = inline; null = topology.teacher_ranks
     dtype: Dtype = "float32"                 # dtype of the weights and of the forward; logits are float32 always
     chunk_size: int = 1024                   # token positions whose logits exist at a time on a teacher rank
     param_offload: bool = False              # keep the sharded weights in CPU memory between forwards (CUDA only)
@@ -112,16 +118,27 @@ class RolloutConfig:
     samples_per_prompt: int = 1              # responses sampled for each prompt of a step
     dtype: Dtype | None = None               # dtype of the decoding replica; null = student.dtype
     stop_ids: tuple[int, ...] | None = None  # token ids that end a response; null = from the model folder; [] = none
+    balance: Literal["static", "shared_counter"] = "static"   # who samples what: dealt by length, so that a resume is
+                                             # bit-exact; or a rank that is done takes more, for very unequal lengths
+    updates_per_rollout: int = 1             # optimizer steps on the samples of one rollout; 1 = all are on-policy
+    async_depth: int = 0                     # 1 = sample for the next steps before training on these, with weights that
+                                             # are one rollout older, so that teacher ranks score during sampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    mode: Literal["reverse_kl_topk", "forward_kl_topk", "reverse_kl_full", "forward_kl_full",
-                  "reverse_kl_sampled"] = "reverse_kl_topk"    # KL(student || teacher) on the student's own top-K
+    mode: Literal["reverse_kl_topk", "generalized_kl_topk", "tail_bucket_kl_topk", "jsd_topk", "forward_kl_topk",
+                  "reverse_kl_topk_unnormalized", "reverse_kl_full", "forward_kl_full",
+                  "reverse_kl_sampled"] = "reverse_kl_topk"    # see distill_core/losses_kl.py
     top_k: int = 16                          # K of the top-K modes, at least 2
     chunk_size: int = 1024                   # token positions whose logits exist at a time on a student rank
     log_prob_min_clamp: float | None = None  # lower bound of the teacher's renormalised log-probs (nats), e.g. -10
     advantage_clip: float | None = None      # reverse_kl_sampled: bound of |advantage| (nats); null = none
+    jsd_beta: float = 0.5                    # jsd_topk: weight of the teacher in the mixture; see losses_kl.jsd_topk
+    token_fraction: float = 1.0              # share of each response's tokens that are scored and trained on, those of
+                                             # highest student entropy; the others cost no head, teacher's or student's
+    importance_clip: float | None = None     # weight each token by min(p_now / p_sampled, this), for samples of older
+                                             # weights (costs the student's whole vocabulary); null = no weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +191,8 @@ class OPDConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"          # auto = cuda where there is one
     deterministic: bool = False              # deterministic kernels: slower on CUDA
     student: StudentConfig
-    teacher: TeacherConfig
+    teacher: TeacherConfig | None = None     # either this, or
+    teachers: tuple[TeacherConfig, ...] = ()                 # several, to which the `teacher` key of data lines routes
     topology: TopologyConfig = TopologyConfig()
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -207,7 +225,8 @@ class DMDDataConfig:
 @dataclass(frozen=True, kw_only=True)
 class DMDTopologyConfig:
     world_size: int | None = None            # ranks the file is meant for: used by --dry-run; null = as launched
-    timeout_s: int = 600                     # longest wait for another rank, in seconds, before the job ends
+    timeout_s: int = 600                     # longest wait for another rank, in seconds, before the job ends; must
+                                             # exceed a checkpoint's saving, not the loading of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,7 +467,7 @@ def differences(config: Config) -> list[str]:
 
 def flatten(config: Config, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
     """JSON values by dotted path, without the paths that start with one of `leave_out`: the basis of fingerprints."""
-    return {path: _plain(value) for path, value, _ in _leaves(config) if not path.startswith(leave_out)}
+    return {path: _plain(value) for path, value, _ in _leaves(config) if not _rule_of(path).startswith(leave_out)}
 
 
 def check(config: Config) -> None:
@@ -467,9 +486,20 @@ def check(config: Config) -> None:
 def check_world(config: Config, world_size: int) -> None:
     """Raise ConfigError unless the job fits on `world_size` ranks: opd needs one for the student, dmd even batches."""
     if isinstance(config, OPDConfig):
-        _check_student_ranks(config.topology.teacher_ranks, world_size)
+        _check_student_ranks(sum(teacher_ranks_of(config)), world_size)
     else:
         _check_batches(config.dmd, world_size)
+
+
+def teachers_of(config: OPDConfig) -> tuple[TeacherConfig, ...]:
+    """The one teacher, or all of several."""
+    return config.teachers if config.teacher is None else (config.teacher,)
+
+
+def teacher_ranks_of(config: OPDConfig) -> list[int]:
+    """How many ranks serve each teacher; 0 = inline."""
+    return [config.topology.teacher_ranks if teacher.ranks is None else teacher.ranks
+            for teacher in teachers_of(config)]
 
 
 def warnings(config: Config) -> list[str]:
@@ -489,9 +519,14 @@ def warnings(config: Config) -> list[str]:
 def _idle_opd(config: OPDConfig) -> list[tuple[str, bool, str]]:
     """(option, whether nothing reads it, why) of job opd."""
     loss, greedy_eval = config.loss, config.eval.temperature == 0
+    on_policy = config.rollout.updates_per_rollout == 1 and config.rollout.async_depth == 0
     return [("loss.top_k", not loss.mode.endswith("_topk"), f"loss.mode={loss.mode} takes no top-K"),
             ("loss.log_prob_min_clamp", loss.mode != "reverse_kl_topk", f"loss.mode={loss.mode} ignores it"),
             ("loss.advantage_clip", loss.mode != "reverse_kl_sampled", f"loss.mode={loss.mode} has no advantage"),
+            ("loss.jsd_beta", loss.mode != "jsd_topk", f"loss.mode={loss.mode} has no mixture"),
+            ("loss.importance_clip", on_policy, "every sample is of the weights that are trained"),
+            ("topology.teacher_ranks", all(teacher.ranks is not None for teacher in teachers_of(config)),
+             "every teacher has ranks of its own"),
             ("eval.n", greedy_eval, "eval.temperature=0 gives n equal samples"),
             ("eval.top_p", greedy_eval, "eval.temperature=0 is greedy"),
             ("data.eval", config.eval.every == 0, "eval.every=0 never evaluates")]
@@ -514,7 +549,8 @@ def _idle_dmd(config: DMDConfig) -> list[tuple[str, bool, str]]:
             ("data.latents", no_gan, "gan.weight=0 needs no real samples"),
             ("gan.discriminator_weight", no_gan, "gan.weight=0 has no discriminator"),
             ("gan.lr", no_gan, "gan.weight=0 has no discriminator"),
-            ("metrics.samples", True, "job dmd writes grids of eval.num_samples")]
+            ("metrics.samples", True, "job dmd writes grids of eval.num_samples"),
+            ("metrics.mass_every", True, "job dmd has no vocabulary")]
 
 
 def _surprises_opd(config: OPDConfig) -> list[str]:
@@ -522,6 +558,14 @@ def _surprises_opd(config: OPDConfig) -> list[str]:
     if config.loss.mode == "reverse_kl_sampled" and (config.rollout.top_p < 1 or config.rollout.top_k > 0):
         lines.append("rollout.top_p and rollout.top_k bias loss.mode=reverse_kl_sampled, which assumes untruncated "
                      "samples")
+    if config.loss.mode == "reverse_kl_topk_unnormalized":
+        lines.append("loss.mode=reverse_kl_topk_unnormalized moves mass out of the top-K and collapses: it is there to "
+                     "be studied (train with reverse_kl_topk, generalized_kl_topk or tail_bucket_kl_topk)")
+    if config.rollout.async_depth == 1 and all(ranks == 0 for ranks in teacher_ranks_of(config)):
+        lines.append("rollout.async_depth=1 makes samples older and gains nothing: no teacher has ranks of its own "
+                     "that could work meanwhile")
+    if config.rollout.balance == "shared_counter":
+        lines.append("rollout.balance=shared_counter deals prompts by speed: a resumed run is not bit-exact")
     if config.data.eval in config.data.train:
         lines.append(f"data.eval={config.data.eval} is also in data.train: its prompts are not held out")
     return lines
@@ -551,31 +595,35 @@ _RANGES = (    # of both jobs; an option that a job does not have is passed over
     (">= 0", lambda x: x >= 0, (
         "seed", "topology.teacher_ranks", "rollout.top_k", "eval.every", "eval.temperature", "alarms.entropy_gap.limit",
         "alarms.teacher_nonfinite.limit", "checkpoint.every", "checkpoint.keep_every", "metrics.samples",
+        "metrics.mass_every", "teacher.ranks",
         *_of_optimizers("weight_decay", "warmup_steps"),
         "dmd.fake_warmup_cycles", "dmd.score_discrete_steps", "dmd.ema_start_step", "lora.rank", "gan.weight",
         "eval.num_teacher_steps")),
     (">= 1", lambda x: x >= 1, (
         "max_steps", "teacher.chunk_size", "topology.world_size", "topology.timeout_s", "data.max_prompt_tokens",
         "rollout.max_new_tokens", "rollout.batch_size", "rollout.samples_per_prompt", "loss.top_k", "loss.chunk_size",
+        "rollout.updates_per_rollout", "loss.importance_clip",
         "train.prompts_per_step", "train.micro_batch_tokens", "eval.num_prompts", "eval.n", "eval.max_new_tokens",
-        "checkpoint.keep_last", "metrics.log_every",
+        "checkpoint.keep_last", "checkpoint.max_skips_in_a_row", "metrics.log_every",
         "max_cycles", "dmd.fake_update_ratio", "dmd.student_batch_size", "dmd.fake_score_batch_size",
         "dmd.student_micro_batch_size_per_gpu", "dmd.fake_score_micro_batch_size_per_gpu", "dmd.student_steps",
         "dmd.rollout_timestep_shift", "dmd.score_timestep_shift", "dmd.fake_timestep_shift", "eval.num_samples")),
     ("> 0", lambda x: x > 0, (
+        "checkpoint.max_minutes",
         "rollout.temperature", "loss.advantage_clip", "probe.max_kl_fp32", "probe.max_kl_bf16",
         *_of_optimizers("lr", "eps", "max_grad_norm"),
         "dmd.loss_normalizer", "dmd.teacher_guidance_scale", "dmd.normalization_epsilon", "lora.alpha",
         "gan.discriminator_weight", "gan.lr", "eval.guidance_scale")),
     ("< 0", lambda x: x < 0, ("loss.log_prob_min_clamp",)),
+    ("0 or 1", lambda x: x in (0, 1), ("rollout.async_depth",)),
     ("at most 604800 (a week)", lambda x: x <= 604800, ("topology.timeout_s",)),
-    ("at most 1000000", lambda x: x <= 1_000_000, ("topology.world_size", "topology.teacher_ranks")),
+    ("at most 1000000", lambda x: x <= 1_000_000, ("topology.world_size", "topology.teacher_ranks", "teacher.ranks")),
     ("0 or at least 0.001", lambda x: x == 0 or x >= 0.001, ("rollout.temperature", "eval.temperature")),
     ("in (0, 1]", lambda x: 0 < x <= 1, (
-        "rollout.top_p", "eval.top_p", "dmd.score_sigma_min", "dmd.score_sigma_max", "dmd.fake_sigma_min",
+        "rollout.top_p", "eval.top_p", "loss.token_fraction", "dmd.score_sigma_min", "dmd.score_sigma_max", "dmd.fake_sigma_min",
         "dmd.fake_sigma_max")),
     ("in [0, 1]", lambda x: 0 <= x <= 1, (
-        "alarms.student_mass.limit", "alarms.truncated_frac.limit", "alarms.repetition_frac.limit",
+        "loss.jsd_beta", "alarms.student_mass.limit", "alarms.truncated_frac.limit", "alarms.repetition_frac.limit",
         *_of_optimizers("min_lr_frac"), "dmd.ema_decay")),
     ("two numbers in [0, 1)", lambda xs: all(0 <= x < 1 for x in xs), _of_optimizers("betas")),
     ("a list of ids >= 0", lambda xs: all(x >= 0 for x in xs), ("rollout.stop_ids",)),
@@ -583,13 +631,19 @@ _RANGES = (    # of both jobs; an option that a job does not have is passed over
 
 
 def _check_ranges(config: Config) -> None:
-    leaves = {path: (value, default) for path, value, default in _leaves(config)}
-    for expectation, holds, paths in _RANGES:
-        for path in paths:
-            value, default = leaves.get(path, (None, None))
+    leaves: dict[str, list[tuple[str, Any, Any]]] = {}
+    for path, value, default in _leaves(config):
+        leaves.setdefault(_rule_of(path), []).append((path, value, default))
+    for expectation, holds, rules in _RANGES:
+        for path, value, default in [leaf for rule in rules for leaf in leaves.get(rule, [])]:
             if value is not None and not holds(value):
                 remedy = f"set {path}" if default is MISSING else f"the default is {path}={_show(default)}"
                 raise ConfigError(f"{path}: must be {expectation}, got {_show(value)} ({remedy})")
+
+
+def _rule_of(path: str) -> str:
+    """Each of several teachers is under the rules of the one."""
+    return re.sub(r"^teachers\[\d+\]", "teacher", path)
 
 
 def _check_name(name: str) -> None:
@@ -619,15 +673,33 @@ def _check_opd(config: OPDConfig) -> None:
     _check_answer_pattern(config.eval.answer_pattern)
     if not config.data.train:
         raise ConfigError("data.train: the list is empty (name at least one JSONL file)")
+    if config.max_steps % config.rollout.updates_per_rollout:
+        raise ConfigError(f"max_steps: {config.max_steps} is not divisible by rollout.updates_per_rollout="
+                          f"{config.rollout.updates_per_rollout} (all steps of a rollout are made)")
+    if config.loss.importance_clip is not None and config.loss.mode.endswith("_full"):
+        raise ConfigError(f"loss.importance_clip: not with loss.mode={config.loss.mode} (set it to null, or take a top-K "
+                          "mode)")
     if config.loss.top_k < 2:
         raise ConfigError(f"loss.top_k: {config.loss.top_k} is too small: one token renormalises to probability 1, so "
                           "loss and diagnostics would be empty (set loss.top_k=2 or more)")
-    if config.teacher.param_offload and config.device == "cpu":
-        raise ConfigError("teacher.param_offload: needs a GPU to offload from, but device is cpu "
-                          "(set teacher.param_offload=false)")
+    _check_teachers(config)
     if config.eval.every > 0 and config.data.eval is None:
         raise ConfigError(f"data.eval: null while eval.every is {config.eval.every} "
                           "(set data.eval=FILE, or eval.every=0 for no evaluation)")
+
+
+def _check_teachers(config: OPDConfig) -> None:
+    teachers = teachers_of(config)
+    if (config.teacher is None) == (not config.teachers):
+        raise ConfigError("teacher: set either teacher (one) or teachers (a list of several), with a path each")
+    names = [teacher.name for teacher in teachers]
+    for name in names:
+        if names.count(name) > 1 or not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+            raise ConfigError(f"teachers: '{_clip(name)}' is not a name that only one teacher has (give each teacher a "
+                              "name of letters, digits, '.', '_' and '-')")
+    if config.device == "cpu" and any(teacher.param_offload for teacher in teachers):
+        raise ConfigError("teacher.param_offload: needs a GPU to offload from, but device is cpu "
+                          "(set teacher.param_offload=false)")
 
 
 def _check_student_ranks(teacher_ranks: int, world_size: int) -> None:
@@ -734,6 +806,8 @@ class _Scalar:
 
 def _read_text(path: str | Path) -> str:
     try:
+        if os.path.lexists(path) and not os.path.isfile(path):    # a pipe or a terminal would be waited for without end
+            raise ValueError("it is no regular file, or a broken link")
         with open(path, "rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
         text = raw.decode("utf-8-sig")
@@ -840,8 +914,16 @@ def _check_keys(kind: type, tree: dict[str, Any], prefix: str, options: tuple[st
     for key, value in tree.items():
         if key not in known:
             raise _unknown_key(prefix, key, value, known, options)
-        if dataclasses.is_dataclass(known[key]) and isinstance(value, dict):
-            _check_keys(known[key], value, f"{prefix}{key}.", options)
+        section = _section(known[key])
+        for item in value if isinstance(value, list) else [value]:
+            if section is not None and isinstance(item, dict):
+                _check_keys(section, item, f"{prefix}{key}.", options)
+
+
+def _section(kind: Any) -> type | None:
+    """The dataclass of a field that is a section, an optional one or a list of sections."""
+    kinds = [option for option in (kind, *get_args(kind)) if dataclasses.is_dataclass(option)]
+    return kinds[0] if kinds else None
 
 
 def _fill_in_convention(tree: dict[str, Any]) -> None:
@@ -877,13 +959,13 @@ def _coerce(value: Any, kind: Any, path: str, default: Any = MISSING) -> Any:
     """The value of one key in the type of its field."""
     if isinstance(value, _Scalar) and value.is_plain and value.text == "":
         raise ConfigError(f"{value.where}: {path}: no value (write null to unset it; quote text that starts with #)")
-    if dataclasses.is_dataclass(kind):
-        return _build(kind, value, path, default)
     options = get_args(kind)
     if type(None) in options:
         if isinstance(value, _Scalar) and value.is_plain and _yaml_type(value.text) == "null":
             return None
         kind, = (option for option in options if option is not type(None))
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, value, path, MISSING if default is None else default)
     if get_origin(kind) is tuple:
         return _coerce_list(value, get_args(kind), path)
     if not isinstance(value, _Scalar):
@@ -969,15 +1051,17 @@ def _unknown_key(prefix: str, key: str, value: Any, siblings: Iterable[str], opt
     near = [prefix + name for name in difflib.get_close_matches(key[:100], siblings, n=1)]
     near += [option for option in options if option.rpartition(".")[2] == key]
     hint = f"did you mean {' or '.join(near)}?" if near else f"its section has: {', '.join(siblings)}"
-    return ConfigError(f"{where}{_clip(prefix + key)}: unknown key ({hint})")
+    name = _clip(prefix + key) or "''"
+    return ConfigError(f"{where}{name}: unknown key ({hint})")
 
 
 def _option_paths(kind: type, prefix: str = "") -> Iterator[str]:
     for field in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(field.type):
-            yield from _option_paths(field.type, f"{prefix}{field.name}.")
-        else:
+        section = _section(field.type)
+        if section is None:
             yield prefix + field.name
+        elif get_origin(field.type) is not tuple:
+            yield from _option_paths(section, f"{prefix}{field.name}.")
 
 
 def _leaves(config: Any, prefix: str = "", defaults: Any = MISSING) -> Iterator[tuple[str, Any, Any]]:
@@ -988,7 +1072,10 @@ def _leaves(config: Any, prefix: str = "", defaults: Any = MISSING) -> Iterator[
         if isinstance(value, DMDMethodConfig):
             default = dataclasses.replace(default, **PRESETS.get(value.convention, {}))
         if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{field.name}.", default)
+            yield from _leaves(value, f"{prefix}{field.name}.", MISSING if default is None else default)
+        elif _section(field.type) is not None:
+            for index, item in enumerate(value or ()):
+                yield from _leaves(item, f"{prefix}{field.name}[{index}].")
         else:
             yield prefix + field.name, value, default
 
@@ -997,7 +1084,7 @@ def _plain(value: Any) -> Any:
     """Dataclasses and tuples as the dicts and lists that YAML has."""
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _show(value: Any) -> str:

@@ -40,6 +40,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -53,6 +54,7 @@ from torch import Tensor
 MAX_LINE_BYTES = 8 * 2**20         # of a prompt file: some 10^6 token ids
 MAX_JSON_BYTES = 256 * 2**20       # of a file in a model folder: the largest tokenizer.json known has 35 MB
 MAX_RENDERED_CHARS = 8 * 2**20
+MAX_TEMPLATE_STEPS = 200_000       # rounds of loops and calls of a chat template, for one conversation
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -100,6 +102,7 @@ def read_prompts(paths: str | Path | Iterable[str | Path], tokenizer: Tokenizer,
 
 def _lines(path: str | Path) -> Iterator[tuple[str, bytes]]:
     """("file:line", bytes) of each line that is not blank, without a byte order mark."""
+    _refuse_special(path)
     try:
         with open(path, "rb") as file:
             number = 0
@@ -237,7 +240,7 @@ def _sample_arrays(path: str | Path, names: Sequence[str], optional: Sequence[st
                    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """(file, the named arrays) of an .npz or of each shard of a folder."""
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         yield str(path), _read_npz(path, names, optional)
         return
     shards = [_shard_line(line, source) for source, line in _lines(path / "index.jsonl")]
@@ -259,7 +262,7 @@ def _shard_line(line: bytes, source: str) -> tuple[str, int]:
     if not isinstance(row, dict) or row.keys() != {"file", "count"}:
         raise ValueError(f"{source}: expected an object with file and count, got {str(row)[:60]}")
     # A path here would let a downloaded folder make us open any file.
-    if not isinstance(row["file"], str) or not re.fullmatch(r"[\w.-]+\.safetensors", row["file"], re.ASCII):
+    if not isinstance(row["file"], str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", row["file"], re.ASCII):
         raise ValueError(f"{source}: file: expected the plain name of a .safetensors file, got "
                          f"{str(row['file'])[:60]!r}")
     if type(row["count"]) is not int or row["count"] < 1:
@@ -268,6 +271,7 @@ def _shard_line(line: bytes, source: str) -> tuple[str, int]:
 
 
 def _read_shard(path: Path, names: Sequence[str], optional: Sequence[str]) -> dict[str, Tensor]:
+    _refuse_special(path)
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in _wanted(file.keys(), names, optional)}
@@ -276,20 +280,42 @@ def _read_shard(path: Path, names: Sequence[str], optional: Sequence[str]) -> di
 
 
 def _read_npz(path: Path, names: Sequence[str], optional: Sequence[str]) -> dict[str, Tensor]:
+    _refuse_special(path)
     try:
         if not zipfile.is_zipfile(path):    # numpy would take it for a pickle, and say so
             path.open("rb").close()
             raise ValueError("not an .npz file (or give a folder with an index.jsonl)")
-        with np.load(path) as archive:
-            arrays = {name: archive[name] for name in _wanted(archive.files, names, optional)}
+        with zipfile.ZipFile(path) as archive:
+            members = {member.removesuffix(".npy"): member for member in archive.namelist()}
+            arrays = {name: _read_npy(archive, members[name]) for name in _wanted(members, names, optional)}
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror} (check the data paths)") from None
-    except (ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path}: {_one_line(error)}") from None
+    except (ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path}: {_one_line(error) or type(error).__name__}") from None
     for name, array in arrays.items():
         if array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
             raise ValueError(f"{path}: {name}: expected numbers, got {array.dtype}")
     return {name: torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) for name, array in arrays.items()}
+
+
+def _read_npy(archive: zipfile.ZipFile, member: str) -> np.ndarray:
+    """An array; numpy would allocate what the header claims before it looks how much there is."""
+    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in headers:
+            raise ValueError(f"{member}: version {version} of the npy format is not supported")
+        shape, _, dtype = headers[version](file)
+    if math.prod(shape) * dtype.itemsize > archive.getinfo(member).file_size:
+        raise ValueError(f"{member}: is too short for the {dtype} {str(list(shape))[:60]} that its header claims")
+    with archive.open(member) as file:
+        return np.lib.format.read_array(file)    # which refuses pickles unless told otherwise
+
+
+def _refuse_special(path: str | Path) -> None:
+    """A pipe, a terminal or a device may be waited for without end; a broken link is no file that is merely absent."""
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path}: cannot be read: it is no regular file, or a broken link")
 
 
 def _wanted(present: Collection[str], names: Sequence[str], optional: Sequence[str]) -> list[str]:
@@ -385,7 +411,7 @@ class FolderTokenizer:
     """
 
     def __init__(self, folder: Path):
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise ValueError(f"{folder}: no such folder (expected a model in Hugging Face format)")
         self.folder = folder
         self._config = _read_json(folder / "tokenizer_config.json")
@@ -406,17 +432,25 @@ class FolderTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text exactly as given: the tokenizer's post-processor adds nothing to it."""
-        return self._engine.encode(text, add_special_tokens=False).ids
+        engine, path = self._engine, self.folder / "tokenizer.json"
+        with _foreign_errors(f"{path}: cannot encode the text"):
+            ids = engine.encode(text, add_special_tokens=False).ids
+        if ids and max(ids) >= self.num_ids:    # of a part of the file that only the package reads
+            raise ValueError(f"{path}: gives token {max(ids)}, but its vocabulary ends at {self.num_ids - 1}")
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text without special tokens."""
-        return self._engine.decode(list(ids), skip_special_tokens=True)
+        engine = self._engine
+        with _foreign_errors(f"{self.folder / 'tokenizer.json'}: cannot decode token ids"):
+            return engine.decode(list(ids), skip_special_tokens=True)
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """The messages as the chat template writes them, up to where the assistant's next message begins."""
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         chunks, num_chars = [], 0
         try:
+            self._template.environment.steps_left = MAX_TEMPLATE_STEPS
             for chunk in self._template.generate(messages=messages, tools=None, documents=None,
                                                  add_generation_prompt=True, **self._special_tokens):
                 chunks.append(chunk)
@@ -430,17 +464,15 @@ class FolderTokenizer:
     @cached_property
     def _engine(self) -> Any:
         path = self.folder / "tokenizer.json"
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ValueError(f"{path}: no such file, and text needs it (give prompt_ids, or use the byte tokenizer)")
         try:
             import tokenizers
         except ImportError:
             raise ValueError("text needs the tokenizers package: pip install -r requirements-text.txt "
                              "(or give prompt_ids)") from None
-        try:
+        with _foreign_errors(f"{path}: not a tokenizer"):
             engine = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:    # the package raises nothing more specific
-            raise ValueError(f"{path}: not a tokenizer: {_one_line(error)}") from None
         engine.no_truncation()    # both may be stored in the file, and would change prompts silently
         engine.no_padding()
         return engine
@@ -448,7 +480,8 @@ class FolderTokenizer:
     @cached_property
     def _template(self) -> Any:
         path = self.folder / "chat_template.jinja"
-        if path.is_file():
+        _refuse_special(path)
+        if os.path.isfile(path):
             return _compile_template(_decode(_read_bytes(path)))
         template = self._config.get("chat_template")
         if isinstance(template, list):    # several, by name
@@ -463,10 +496,23 @@ class FolderTokenizer:
 Tokenizer = FolderTokenizer | ByteTokenizer
 
 
+@contextmanager
+def _foreign_errors(what: str) -> Iterator[None]:
+    """Errors of the tokenizers package, which has no types for them, as ValueErrors that begin with `what`."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of its Rust code, which only leaves this text unencoded, is no Exception.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{what}: {_one_line(error)}") from None
+        raise
+
+
 def _compile_template(source: str) -> Any:
     """A chat template with what transformers gives it, in jinja2's sandbox: it reaches its arguments and nothing else.
 
-    Its running time is not bounded; the length of its text is, by the caller.
+    It comes to an end: rounds of loops and calls are counted (render_chat sets `steps_left`), and so is the length of
+    its text. Memory that one operation takes is bounded for * and ** only.
     """
     try:
         import jinja2
@@ -487,11 +533,60 @@ def _compile_template(source: str) -> Any:
     # {% generation %} marks the assistant's text for training masks and writes nothing itself.
     source = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", source)
     source = re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", source)
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = _bounded_sandbox()(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = to_json    # jinja2's own escapes HTML
     environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(source)
+    tree = environment.parse(source)
+    for loop in tree.find_all(jinja2.nodes.For):
+        if loop.recursive:
+            raise ValueError("recursive loops are not supported (write a macro)")
+        loop.iter = jinja2.nodes.Filter(loop.iter, "counted", [], [], None, None)
+    return environment.from_string(tree)
+
+
+def _bounded_sandbox() -> type:
+    """jinja2's sandbox with a number of steps that a template may take."""
+    import jinja2
+    import jinja2.sandbox
+
+    class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+        steps_left = 0
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.filters["counted"] = self.counted
+
+        def step(self) -> None:
+            self.steps_left -= 1
+            if self.steps_left < 0:
+                raise jinja2.TemplateError(f"takes more than {MAX_TEMPLATE_STEPS} rounds of loops and calls")
+
+        @jinja2.pass_context    # else a loop over constants would run, uncounted, when the template is compiled
+        def counted(self, context: Any, items: Iterable[Any]) -> Iterator[Any]:
+            for item in items:
+                self.step()
+                yield item
+
+        def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            self.step()
+            return super().call(context, function, *args, **kwargs)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _is_huge(operator, left, right):
+                raise jinja2.TemplateError(f"the result of {operator} is too large")
+            return super().call_binop(context, operator, left, right)
+
+    return Environment
+
+
+def _is_huge(operator: Literal["*", "**"], left: Any, right: Any) -> bool:
+    """Whether left * right or left ** right is a number of thousands of digits, or a text or list beyond any prompt."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        return bits > 4096
+    sizes = [len(value) if hasattr(value, "__len__") else value for value in (left, right)]
+    return operator == "*" and all(isinstance(size, int) for size in sizes) and math.prod(sizes) > MAX_RENDERED_CHARS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -506,7 +601,8 @@ class _Vocab:
     @staticmethod
     def read(path: Path) -> _Vocab | None:
         """From a tokenizer.json; None if there is none."""
-        if not path.is_file():
+        _refuse_special(path)
+        if not os.path.isfile(path):
             return None
         raw = _read_json(path)
         model, added = raw.get("model"), raw.get("added_tokens") or []
@@ -555,7 +651,8 @@ def _is_id(value: Any) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file; {} if there is no such file."""
-    if not path.is_file():
+    _refuse_special(path)
+    if not os.path.isfile(path):
         return {}
     try:
         value = _strict_json(_decode(_read_bytes(path)))
@@ -619,4 +716,5 @@ def _kind(value: Any) -> str:
 
 def _one_line(error: Exception) -> str:
     """A message that comes from elsewhere, in one line of bounded length."""
-    return " ".join(str(error).split())[:300]
+    text = " ".join(str(error).split())[:300]
+    return text if text.isprintable() else text.encode("unicode_escape").decode()

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from distill_core.checkpoint import MANIFEST, STEP_NAME, Checkpoint, find_latest, open_checkpoint
 from distill_core.checkpoint import read_tensor as read_saved
 from distill_core.lora import inject, merged_weight, peft_config
-from distill_core.safetensors_io import (TensorIndex, check_tensors, open_folder, read_tensor, weights_digest,
-                                         write_folder)
+from distill_core.safetensors_io import (TensorIndex, check_tensors, open_folder, read_json, read_tensor, shown,
+                                         weights_digest, write_folder)
 
 FORMATS = ("hf", "peft")
 DMD_ROLES = ("student", "student_ema")
@@ -133,7 +133,7 @@ def _names_to_write(source: _Source) -> list[str]:
     checkpoint, index, role = source.checkpoint, source.index, source.role
     weights = {name: torch.empty(checkpoint.tensors[f"{role}.{name}"].shape, device="meta")
                for name in _own_names(checkpoint, role)}
-    tied = _read_json(index.folder / "config.json", "give another --base").get("tie_word_embeddings")
+    tied = read_json(index.folder / "config.json", remedy="give another --base").get("tie_word_embeddings")
     try:
         check_tensors(index, weights, allow_extra=lambda name: name.endswith("rotary_emb.inv_freq")
                       or (bool(tied) and name == "lm_head.weight"))
@@ -290,14 +290,14 @@ def read_export(folder: str | Path) -> dict[str, Any]:
     ValueError, naming the file: not readable, changed, missing, or a weight file that was not there at the export.
     """
     folder = Path(folder)
-    record = _read_json(folder / RECORD, "export again")
+    record = read_json(folder / RECORD, remedy="export again")
     recorded, found = record.get("files"), _hashes(folder)
     if not isinstance(recorded, dict):
         raise ValueError(f"{folder / RECORD}: lists no files; export again")
     for name in sorted(recorded.keys() | found.keys()):
         if recorded.get(name) != found.get(name):
-            raise ValueError(f"{folder / name}: does not have the sha256 that {RECORD} records; it was changed, added "
-                             f"or lost after the export; export again")
+            raise ValueError(f"{folder}/{shown(name)}: does not have the sha256 that {RECORD} records; it was changed, "
+                             f"added or lost after the export; export again")
     return record
 
 
@@ -313,24 +313,21 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_json(path: Path, remedy: str) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({error}); {remedy}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: is not a JSON object; {remedy}")
-    return value
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
 
 def _copy_small_files(source: Path, out: Path, dtype: str | None) -> None:
-    """Byte for byte, but for the dtype that config.json names."""
+    """Byte for byte, but for the dtype that config.json names.
+
+    A link is followed inside the folder and to the blobs of a Hugging Face cache, or refused: what it leads to would be
+    published with the model, and nobody would look for a private key in its README.
+    """
+    homes = (source.resolve(), source.parent.parent.resolve() / "blobs")
     for path in sorted(source.iterdir()):
         wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COPIED)
         if wanted and path.is_file() and not any(fnmatch.fnmatch(path.name, pattern) for pattern in NOT_COPIED):
+            if path.resolve().parent not in homes:
+                raise ValueError(f"{path}: is a link out of the model folder; put a copy in its place")
             content = path.read_bytes()
             if path.name == "config.json" and dtype is not None:
                 content = _with_dtype(content, dtype)

@@ -58,15 +58,43 @@ def local(tensor: Tensor) -> Tensor:
 def gather_into(model: nn.Module, replica: nn.Module) -> None:
     """Copy sharded parameters into the plain module `replica` in place, cast to its dtypes; a collective.
 
-    A replica parameter with fewer rows (a vocabulary that was cut) takes the first ones.
+    One all-gather for each module that was sharded as one, in the replica's dtype. A replica parameter with fewer rows
+    (a vocabulary that was cut) takes the first ones.
     """
     reshard(model)
-    targets = dict(replica.named_parameters())
-    for name, parameter in model.named_parameters():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        target = targets.pop(name)
-        target.copy_(full[:target.shape[0]])
-    assert not targets, f"the replica has parameters that the model lacks: {sorted(targets)}"
+    parameters, targets = dict(model.named_parameters()), dict(replica.named_parameters())
+    assert set(parameters) == set(targets), f"not a replica: they differ in {sorted(set(parameters) ^ set(targets))}"
+    for names in _units(model):
+        _gather_unit([parameters[name] for name in names], [targets[name] for name in names])
+
+
+def _units(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters that stand in the same innermost FSDP module, or in none."""
+    owners = dict.fromkeys(dict(model.named_parameters()), "")
+    for path, module in model.named_modules():  # outer ones first
+        if isinstance(module, FSDPModule):
+            owners |= {name: path for name, _ in module.named_parameters(prefix=path) if name in owners}
+    return [[name for name, owner in owners.items() if owner == path] for path in dict.fromkeys(owners.values())]
+
+
+def _gather_unit(parameters: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """FSDP2 shards rows by torch.chunk: all shards but the last have equally many, and padding makes it all of them."""
+    sharded = [(p, target) for p, target in zip(parameters, targets) if isinstance(p, DTensor)]
+    for parameter, target in zip(parameters, targets):
+        if not isinstance(parameter, DTensor):
+            target.copy_(parameter[:target.shape[0]])
+    for dtype in {target.dtype for _, target in sharded}:
+        pairs = [(p, target) for p, target in sharded if target.dtype == dtype]
+        mesh = pairs[0][0].device_mesh
+        num_rows = [-(-p.shape[0] // mesh.size()) for p, _ in pairs]  # of a shard
+        sizes = [rows * p[0].numel() for rows, (p, _) in zip(num_rows, pairs)]
+        mine = torch.zeros(sum(sizes), dtype=dtype, device=pairs[0][1].device)
+        for part, (p, _) in zip(mine.split(sizes), pairs):
+            part[:p.to_local().numel()] = p.to_local().flatten()
+        whole = mine.new_empty(mesh.size(), len(mine))
+        dist.all_gather_into_tensor(whole.view(-1), mine, group=mesh.get_group())
+        for part, rows, (p, target) in zip(whole.split(sizes, dim=1), num_rows, pairs):
+            target.copy_(part.reshape(mesh.size() * rows, *p.shape[1:])[:target.shape[0]])
 
 
 @torch.no_grad()

@@ -2,18 +2,22 @@
 """Distillation losses on the student's own samples: one value per position, the caller masks and averages.
 
     reverse_kl_topk      KL(student || teacher), both renormalised on the student's K likeliest ids: the default. It
-                         does not see the mass outside the ids (watch `student_mass`). Without renormalising, moving
-                         mass out of the ids lowers the loss, and the student collapses
+                         does not see the mass outside the ids (watch `student_mass`)
     forward_kl_topk      KL(teacher || student), both renormalised on the teacher's top K
-    reverse_kl_full, forward_kl_full    the same over the whole vocabulary, from hidden states, a chunk at a time
+    jsd_topk             from one to the other, by beta
+    generalized_kl_topk  KL(student || teacher) on the ids with whole-vocabulary probabilities: sees the mass on them
+    tail_bucket_kl_topk  the same with everything outside the ids as one more category
+    reverse_kl_topk_unnormalized        moving mass out of the ids lowers it, and the student collapses: for study
+    reverse_kl_full, forward_kl_full    over the whole vocabulary, from hidden states, a chunk at a time
     reverse_kl_sampled   policy gradient of the reverse KL on the sampled token alone
 
-Each is 0 with zero gradient where student and teacher agree, and none is clamped at 0: a clamp that bites stops the
-gradient. Logits come divided by the temperature. Teacher arguments never receive gradients. Losses are fp32 (float64
-kept). An id that the second distribution of the KL masks with -inf (a smaller vocabulary) leaves the support of both;
-a row that keeps no id has loss 0. NaNs are passed on.
+Each but the unnormalised one is 0 with zero gradient where student and teacher agree, and none is clamped at 0: a
+clamp that bites stops the gradient. Logits come divided by the temperature. Teacher arguments never receive gradients.
+Losses are fp32 (float64 kept). An id that the second distribution of the KL masks with -inf (a smaller vocabulary)
+leaves the support of both; a row that keeps no id has loss 0. NaNs are passed on.
 
-Shapes: N rows (response positions), K ids per row, C rows of one chunk, D model, V vocabulary.
+Shapes: N rows (response positions), K ids per row, S selected positions of T, C rows of one chunk, D model,
+V vocabulary.
 
     student_NK = model.lm_head(hidden_ND, lambda hidden, weight: sparse_head_logits(hidden, weight, ids_NK))
     loss = reverse_kl_topk(student_NK / temperature, teacher_NK).sum() / num_response_tokens
@@ -27,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import logsigmoid
 
 _TILE_ROWS = 8192  # rows of a 16-bit head upcast at once
 
@@ -40,16 +45,27 @@ class TopKDiagnostics(NamedTuple):
     overlap_token_advantage: Tensor  # mean of -q (log q - log p) over the overlap, 0 where it is empty
 
 
-def response_rows(starts_B: Tensor, lengths_B: Tensor, width: int) -> Tensor:
-    """Indices [N] into hidden states flattened to [B * width, D] that predict the response tokens, row by row.
+def flat_rows(counts_B: Tensor, positions_N: Tensor, width: int) -> Tensor:
+    """Indices [N] into hidden states flattened to [B * width, D]: of positions [N] given row by row, `counts` a row."""
+    firsts_B = torch.arange(len(counts_B), device=counts_B.device) * width
+    return torch.repeat_interleave(firsts_B, counts_B.long()) + positions_N
 
-    A row holds its prompt in positions 0 .. start - 1 and its response in start .. length - 1, padding after that.
-    Position t predicts token t + 1, so positions start - 1 .. length - 2 count; lengths, never ids, tell padding apart,
-    so that an EOS that is also the padding id keeps its place. A row with start == length has no response.
+
+@torch.no_grad()
+def select_by_entropy(entropy_T: Tensor, fraction: float) -> Tensor:
+    """Positions [S] (int64, ascending) of the S = ceil(fraction * T) highest entropies of one response.
+
+    Of equal entropies the earlier position wins. One response at a time, so that the choice depends on neither ranks
+    nor micro-batches. ValueError unless 0 < fraction <= 1. arXiv 2604.14084, which also warns of what is left out:
+    positions where the student is sure and wrong.
     """
-    positions_W = torch.arange(width, device=starts_B.device)
-    counts_BW = (positions_W >= starts_B[:, None] - 1) & (positions_W < lengths_B[:, None] - 1)
-    return counts_BW.flatten().nonzero().squeeze(1)
+    if not 0.0 < fraction <= 1.0:
+        raise ValueError(f"fraction must be in (0, 1], got {fraction}")
+    if entropy_T.dim() != 1 or not entropy_T.is_floating_point():
+        raise ValueError(f"entropy must be floating point of shape [T], got {entropy_T.dtype} of shape "
+                         f"{tuple(entropy_T.shape)}")
+    count = math.ceil(fraction * len(entropy_T) * (1.0 - 1e-12))  # 0.07 * 100 is a hair above 7
+    return entropy_T.sort(descending=True, stable=True).indices[:count].sort().values
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,6 +96,102 @@ def forward_kl_topk(student_logits_NK: Tensor, teacher_logits_NK: Tensor) -> Ten
     log_q_NK = _log_softmax(student_logits_NK)
     log_p_NK = _log_softmax(teacher_logits_NK.detach().masked_fill(log_q_NK == -math.inf, -math.inf))
     return _kl_terms(log_p_NK, log_q_NK).sum(-1)
+
+
+def jsd_topk(student_logits_NK: Tensor, teacher_logits_NK: Tensor, *, beta: float) -> Tensor:
+    """Generalised Jensen-Shannon divergence [N], both renormalised over the K ids, divided by beta (1 - beta).
+
+    [beta KL(p || m) + (1 - beta) KL(q || m)] / (beta (1 - beta)), m = beta p + (1 - beta) q, q the student's, p the
+    teacher's: Eq. 1 of arXiv 2306.13649 (GKD), which by itself vanishes at both ends. So scaled, beta -> 0 gives
+    KL(teacher || student) and beta -> 1 gives KL(student || teacher), value and gradient; near agreement every beta has
+    the curvature of the KL; beta = 0.5 is 4 times the usual JSD. An id that either masks leaves the support of both.
+    ValueError if the shapes differ, K < 2, or beta is outside [0, 1].
+    """
+    _check_topk(student_logits_NK, teacher_logits_NK)
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta must be in [0, 1], got {beta}")
+    masked_NK = (student_logits_NK == -math.inf) | (teacher_logits_NK == -math.inf)
+    log_q_NK = _log_softmax(student_logits_NK.masked_fill(masked_NK, -math.inf))
+    log_p_NK = _log_softmax(teacher_logits_NK.detach().masked_fill(masked_NK, -math.inf))
+    if beta < 1e-30:  # the limits; nearer to 0 the quotients below leave the range of fp32
+        return _kl_terms(log_p_NK, log_q_NK).sum(-1)
+    if beta == 1.0:
+        return _kl_terms(log_q_NK, log_p_NK).sum(-1)
+    # log(p / m) and log(q / m) as posterior over prior of having been drawn from p or q: they overflow nowhere and are
+    # exactly 0 at p = q, as they must be for the division
+    prior = log_q_NK.new_full((), math.log(beta) - math.log1p(-beta))
+    posterior_NK = prior + (log_p_NK - log_q_NK).masked_fill(masked_NK, 0.0)
+    teacher_NK = log_p_NK.exp() * (logsigmoid(posterior_NK) - logsigmoid(prior))
+    student_NK = log_q_NK.exp() * (logsigmoid(-posterior_NK) - logsigmoid(-prior))
+    return (teacher_NK / (1.0 - beta) + student_NK / beta).sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On K ids per position, with whole-vocabulary probabilities
+
+
+def generalized_kl_topk(student_logits_NK: Tensor, teacher_logits_NK: Tensor, student_lse_N: Tensor,
+                        teacher_lse_N: Tensor) -> Tensor:
+    """Generalised KL(student || teacher) [N] on the K ids: sum q (log q - log p) - q + p, q the student's.
+
+    q and p are probabilities of the whole vocabulary, by `student_lse` and `teacher_lse`, the logsumexp of all logits
+    (after the temperature). 0 only where q = p on the ids, so the mass on them is matched too. Eq. 5 of arXiv
+    2606.30406. Its gradient is the student's mass times that of sum stop(q / mass (log q - log p)) log q, the released
+    code of arXiv 2604.13016. ValueError if the arguments do not fit together or `student_lse` is detached.
+    """
+    log_q_NK, log_p_NK = _vocab_logp(student_logits_NK, teacher_logits_NK, student_lse_N, teacher_lse_N)
+    return _generalized_kl_terms(log_q_NK, log_p_NK).sum(-1)
+
+
+def tail_bucket_kl_topk(student_logits_NK: Tensor, teacher_logits_NK: Tensor, student_lse_N: Tensor,
+                        teacher_lse_N: Tensor) -> Tensor:
+    """KL(student || teacher) [N] over K + 1 categories: the K ids, and everything else as one tail.
+
+    Arguments and errors as in `generalized_kl_topk`. A tail below the machine epsilon (the mass rounds to 1) counts as
+    one epsilon and gives no gradient. What the student has on an id that the teacher masks counts to its tail.
+    """
+    log_q_NK, log_p_NK = _vocab_logp(student_logits_NK, teacher_logits_NK, student_lse_N, teacher_lse_N)
+    # the terms - q + p cancel over all categories; with them the ids alone have the right minimum, whatever rounding
+    # has made of the tail
+    return (_generalized_kl_terms(log_q_NK, log_p_NK).sum(-1)
+            + _generalized_kl_terms(_log_tail(log_q_NK), _log_tail(log_p_NK)))
+
+
+def reverse_kl_topk_unnormalized(student_logits_NK: Tensor, teacher_logits_NK: Tensor, student_lse_N: Tensor,
+                                 teacher_lse_N: Tensor) -> Tensor:
+    """sum q (log q - log p) [N] over the K ids, differentiated as it stands. For study: a student collapses under it.
+
+    It is not a divergence. Where q = p it is 0 but has a gradient, (1 - mass) q on a logit of the ids and -mass q on
+    any other: mass leaves the ids, the loss falls below 0, and nothing brings the mass back. Clamping it at 0 halves
+    the damage by stopping the gradient. Arguments and errors as in `generalized_kl_topk`, which is the remedy.
+    """
+    log_q_NK, log_p_NK = _vocab_logp(student_logits_NK, teacher_logits_NK, student_lse_N, teacher_lse_N)
+    return _kl_terms(log_q_NK, log_p_NK).sum(-1)
+
+
+def _vocab_logp(student_logits_NK: Tensor, teacher_logits_NK: Tensor, student_lse_N: Tensor,
+                teacher_lse_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(student, teacher) log-probs [N, K] of the whole vocabulary, both -inf where the teacher masks."""
+    _check_logits(student_logits_NK, teacher_logits_NK)
+    for name, lse_N in (("student_lse", student_lse_N), ("teacher_lse", teacher_lse_N)):
+        _check_shape(name, lse_N, student_logits_NK.shape[:-1])
+        _check_float(name, lse_N)
+    if torch.is_grad_enabled() and student_logits_NK.requires_grad and not student_lse_N.requires_grad:
+        raise ValueError("student_lse must carry the student's gradient as its logits do, got a detached tensor")
+    log_p_NK = _widen(teacher_logits_NK.detach()) - _widen(teacher_lse_N.detach()).unsqueeze(-1)
+    log_q_NK = _widen(student_logits_NK) - _widen(student_lse_N).unsqueeze(-1)
+    return log_q_NK.masked_fill(log_p_NK == -math.inf, -math.inf), log_p_NK
+
+
+def _log_tail(logp_NK: Tensor) -> Tensor:
+    """log of the probability [N] outside the ids, at least that of one machine epsilon."""
+    empty_N = (logp_NK == -math.inf).all(-1)  # logsumexp of -inf alone has a NaN gradient
+    log_mass_N = logp_NK.masked_fill(empty_N.unsqueeze(-1), 0.0).logsumexp(-1).masked_fill(empty_N, -math.inf)
+    return torch.log1p(-log_mass_N.clamp_max(-torch.finfo(logp_NK.dtype).eps).exp())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Diagnostics
 
 
 @torch.no_grad()
@@ -128,6 +240,21 @@ def reverse_kl_sampled(student_logp_N: Tensor, teacher_logp_N: Tensor, *, clip: 
     if clip is not None:
         advantage_N = advantage_N.clamp(-clip, clip)
     return -advantage_N * student_logp_N
+
+
+@torch.no_grad()
+def importance_weight(student_logp_N: Tensor, sampled_logp_N: Tensor, *, clip: float) -> Tensor:
+    """min(student probability / sampling probability, clip) [N] of the sampled token, without gradient.
+
+    Multiplies the loss of a position whose rollout came from older weights; `sampled_logp` was captured there.
+    ValueError if the shapes differ or unless 1 <= clip < inf.
+    """
+    _check_shape("sampled_logp", sampled_logp_N, student_logp_N.shape)
+    for name, logp_N in (("student_logp", student_logp_N), ("sampled_logp", sampled_logp_N)):
+        _check_float(name, logp_N)
+    if not 1.0 <= clip < math.inf:
+        raise ValueError(f"clip must be at least 1 and finite, got {clip}")
+    return (_widen(student_logp_N) - _widen(sampled_logp_N)).exp().clamp_max(clip)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,13 +392,29 @@ def _kl_terms(log_a_NK: Tensor, log_b_NK: Tensor) -> Tensor:
     return log_a_NK.exp() * (log_a_NK - log_b_NK).masked_fill(log_a_NK == -math.inf, 0.0)
 
 
+def _generalized_kl_terms(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """a (log a - log b) - a + b: never negative, and 0 with zero gradient at a = b, term by term."""
+    return _kl_terms(log_a, log_b) - log_a.exp() + log_b.exp()
+
+
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
 
 
-def _check_topk(student_logits_NK: Tensor, teacher_logits_NK: Tensor) -> None:
+def _check_float(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+
+
+def _check_logits(student_logits_NK: Tensor, teacher_logits_NK: Tensor) -> None:
     _check_shape("teacher_logits", teacher_logits_NK, student_logits_NK.shape)
+    _check_float("student_logits", student_logits_NK)
+    _check_float("teacher_logits", teacher_logits_NK)
+
+
+def _check_topk(student_logits_NK: Tensor, teacher_logits_NK: Tensor) -> None:
+    _check_logits(student_logits_NK, teacher_logits_NK)
     if student_logits_NK.shape[-1] < 2:
         raise ValueError(f"K must be at least 2 (one id renormalises to probability 1), got logits of shape "
                          f"{tuple(student_logits_NK.shape)}")

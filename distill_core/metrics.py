@@ -249,6 +249,7 @@ OPD_COLUMNS = (
     Column("roll s", "time/roll_s", 7, "fixed", decimals=2),
     Column("wait s", "time/teacher_wait_s", 7, "fixed", decimals=2),
     Column("train s", "time/train_s", 7, "fixed", decimals=2),
+    Column("teach s", "time/teacher_busy_s", 7, "fixed", decimals=2),
     Column("tok/s", "tokens_per_s", 6, "count"),
 )
 DMD_COLUMNS = (

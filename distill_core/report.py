@@ -60,7 +60,8 @@ OPD_SECTIONS = {
         Plot("Loss", {"loss": "loss"}, "mean over the response tokens of a step"),
         Plot("Gradient norm", {"grad_norm": "norm"}, "before clipping"),
         Plot("Learning rate", {"lr": "lr"}, "of the optimizer"),
-        Plot("Rollout vs training log-prob", {"logprob_gap": "gap"}, "mean difference, rounding only"),
+        Plot("Rollout vs training log-prob", {"logprob_gap": "gap"}, "mean difference: rounding, and staleness"),
+        Plot("Staleness", {"staleness": "updates"}, "updates between sampling and training"),
     ),
     "Agreement with the teacher": (
         Plot("Mass on the support", {"student_mass": "student", "teacher_mass": "teacher"},
@@ -75,6 +76,7 @@ OPD_SECTIONS = {
              "share of responses", "frac"),
         Plot("Time per step", {"time/roll_s": "rollout", "time/teacher_wait_s": "teacher wait", "time/train_s": "train",
                                "time/other_s": "other"}, "seconds, without evaluations", "s", is_stacked=True),
+        Plot("Teachers", {"time/teacher_busy_s": "busy", "time/teacher_wait_s": "students wait"}, "seconds per step", "s"),
         Plot("Throughput", {"tokens_per_s": "tokens/s"}, "response tokens per second, all ranks"),
         PEAK_MEMORY,
     ),
@@ -172,7 +174,7 @@ def read_run(run_dir: str | Path) -> Run:
     if not metrics_file.is_file():
         raise ValueError(f"{metrics_file}: no such file (give the folder of a run, such as runs/quickstart)")
     by_kind: dict[str, list[dict[str, Any]]] = {"train": [], "eval": [], "event": []}
-    for line in read_jsonl(metrics_file, required=("step",)):
+    for line in _sound_lines(metrics_file):
         by_kind.setdefault(line.get("kind", "train"), []).append(line)
     config_text = _text_of(folder / "config.yaml")
     return Run(folder=folder, config=_parse_config(config_text, folder / "config.yaml"), config_text=config_text,
@@ -183,14 +185,48 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def _text_of(path: Path) -> str:
-    return path.read_text(errors="replace") if path.is_file() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _sound_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = read_jsonl(path, required=("step",))
+    except RecursionError:
+        raise ValueError(f"{path}: a line is nested too deeply; delete it") from None
+    for line in lines:
+        for key, value in line.items():
+            if not _is_sound(key, value):
+                raise ValueError(f"{path}: {key[:60]!r} cannot be {repr(value)[:60]}; delete that line")
+    return lines
+
+
+def _is_sound(key: str, value: Any) -> bool:
+    """Whether a value is what the page takes it for; all that metrics.py writes is."""
+    if key == "step":
+        return type(value) is int and 0 <= value < 2**53
+    if key == "time":
+        return isinstance(value, (int, float)) and 0 <= value < 1e11
+    if key in ("kind", "event", "message"):
+        return isinstance(value, str)
+    if key == "changed":
+        return isinstance(value, list) and all(isinstance(text, str) for text in value)
+    return not isinstance(value, (int, float)) or value != value or -1e300 < value < 1e300  # NaN is a gap
+
+
+class _Loader(yaml.BaseLoader):
+    """Every scalar is text, whatever it looks like; aliases, which can expand to more than any memory, are refused."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not supported")
+        return super().compose_node(parent, index)
 
 
 def _parse_config(text: str, path: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+        config = _Loader(text).get_single_data() or {}
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path}: not YAML ({' '.join(repr(str(error)).split())[:300]})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a mapping, got {type(config).__name__}")
     return config
@@ -204,12 +240,14 @@ def _by_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
     """Samples only illustrate: a line that a killed writer has torn must not keep a run from its report."""
     samples = []
-    for line in _text_of(path).splitlines():
+    for line in _text_of(path).split("\n"):
         try:
             sample = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        samples += [sample] if isinstance(sample, dict) else []
+        if isinstance(sample, dict):
+            samples.append({key: value for key, value in sample.items()
+                            if not isinstance(value, (list, dict)) and _is_sound("", value)})
     return samples
 
 
@@ -217,7 +255,7 @@ def _read_samples(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     samples = []
     for path in sorted(folder.glob("step_*")):
         digits = path.stem.removeprefix("step_")
-        if not digits.isdigit() or path.suffix not in (".jsonl", ".txt"):
+        if not digits.isdecimal() or path.suffix not in (".jsonl", ".txt"):
             continue
         if path.suffix == ".txt":
             samples.append((int(digits), {"response": _text_of(path)}))
@@ -234,7 +272,8 @@ def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
 def points_of(run: Run, key: str) -> Points:
     """(step, value) of a metric; null becomes nan, lines without the metric are passed over."""
     lines = run.evals if key.startswith("eval/") else run.train
-    return [(line["step"], math.nan if line[key] is None else line[key]) for line in lines if key in line]
+    return [(line["step"], math.nan if line[key] is None else line[key]) for line in lines
+            if key in line and not isinstance(line[key], (str, list, dict))]
 
 
 def finite_points(points: Points) -> Points:
@@ -518,8 +557,8 @@ def stacked_figure(plot: Plot, run: Run, span: Span, marks: str) -> str:
     return _card(plot, frame, stats, body)
 
 
-def _finite(value: float | None) -> float:
-    return value if value is not None and math.isfinite(value) else 0.0
+def _finite(value: Any) -> float:
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
 def _stat(curve: Curve, span: Span, unit: str, *, label: str, brief: bool) -> str:
@@ -585,9 +624,10 @@ def _marks(run: Run) -> list[Mark]:
 
 def _header(run: Run, name: str) -> str:
     last_step = run.train[-1]["step"] if run.train else 0
-    max_steps = run.config.get(f"max_{run.step_name}s")
+    max_steps = str(run.config.get(f"max_{run.step_name}s"))
+    of_all = f" of {int(max_steps):,}" if re.fullmatch(r"[0-9]{1,15}", max_steps) else ""
     progress = "Distribution matching distillation &middot; " if run.is_dmd else ""
-    progress += f"{run.step_name} {last_step:,}" + (f" of {max_steps:,}" if isinstance(max_steps, int) else "")
+    progress += f"{run.step_name} {last_step:,}{of_all}"
     chips = "".join(f"<span><i>{escape(key)}</i>{escape(value)}</span>" for key, value in _facts(run).items())
     return f'<header><h1>{name}</h1><p class="note">{progress}</p><p class="facts">{chips}</p></header>'
 

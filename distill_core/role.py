@@ -157,17 +157,18 @@ def run_phase(role: Role, micro_batches: Sequence[Any], compute: Callable[[Any],
 
 def _apply(role: Role, sums: Tensor, max_grad_norm: float) -> PhaseResult:
     world = 1 if role.group is None else dist.get_world_size(role.group)
-    loss_sum, count = agree_sum(role.control, *sums.tolist()) if role.control is not None else sums.tolist()
+    parameters = [p for _, p in role.named_trainable()]
+    raw_norm = float(global_grad_norm(parameters, role.group))
+    totals = [*sums.tolist(), float(not math.isfinite(raw_norm))]
+    loss_sum, count, num_bad = totals if role.control is None else agree_sum(role.control, *totals)
     if not count > 0:
         role.optimizer.zero_grad(set_to_none=True)
         raise ValueError(f"{role.name}: the global loss normalizer is {count}: no sample on any rank counts (every "
                          "response empty or masked?)")
-    parameters = [p for _, p in role.named_trainable()]
     scale = world / count  # FSDP has averaged over the ranks: undo that, then divide by the global count
-    grad_norm = float(global_grad_norm(parameters, role.group)) * scale
-    loss, lr = loss_sum / count, role.lr(role.successes)
-    finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    applied = not _any(role, not finite)
+    grad_norm, loss, lr = raw_norm * scale, loss_sum / count, role.lr(role.successes)
+    # The same on every rank: the sums are, and a norm that is not finite on one of them is counted.
+    applied = not num_bad and math.isfinite(loss) and math.isfinite(grad_norm)
     if applied:
         reshard(role.module)
         scale_grads(parameters, scale * min(1.0, max_grad_norm / (grad_norm + 1e-6)))
@@ -222,10 +223,6 @@ def _check_agreement(role: Role, num_batches: int, key: int) -> None:
     if high != -low:
         raise ValueError(f"{role.name}: ranks have between {-low:.0f} and {high:.0f} micro-batches; pad with empty "
                          "ones")
-
-
-def _any(role: Role, flag: bool) -> bool:
-    return bool(flag if role.control is None else agree_max(role.control, flag)[0])
 
 
 # --- state for checkpoints ------------------------------------------------------------------------------------------

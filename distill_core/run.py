@@ -4,26 +4,46 @@
     runs/NAME/{config.yaml, command.txt, metrics.jsonl, report.html, log_rank*.txt, samples/, checkpoints/}
     STOP      put there by a person or a launch script: checkpoint at the next step boundary and exit
     PREEMPTED, DONE      written last, after the final checkpoint: launch scripts decide on these, not on exit codes
-    error.txt            the one-line cause of the last failure, with its traceback
+    error.txt            the cause of the last failure, once, with its traceback
+    error.RANK.json      what a rank knew when it failed: role, phase, step, kind, message, traceback, host, time
 
-    log = open_run(run_dir, config_text, rank); stop = StopRequest(run_dir)
+    log = open_run(run_dir, config_text, rank); stop = StopRequest(run_dir, max_minutes=230)
     if stop.wanted(): ...                               # one rank's view: agree on it before acting
+    where = Where(rank, roles); where.phase, where.step = "train", 12
+    tell_failure(error, where, run_dir)                 # then end the process: peers notice the closed connection
 """
 from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import logging
+import math
 import os
+import re
 import shlex
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+import torch
+import torch.distributed as dist
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 REPEAT_S = 5.0
+GRACE_S = 2.0  # how long a rank that has lost its peers waits for one of them to say why
+
+# How a broken connection reads: gloo and the store raise plain RuntimeErrors; the last is topology's own.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "imed out",
+        "timeout caused pair closure", "NCCL", "stopped because rank")
 
 
 def parse_args(doc: str) -> argparse.Namespace:
@@ -46,13 +66,46 @@ def check_run_dir(run_dir: Path) -> None:
 def lock_run(run_dir: Path) -> TextIO:
     """Hold the returned file open for the life of the run: a second job in the same folder is refused."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = open(run_dir / ".lock", "w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    file = open(run_dir / ".lock", "a+")  # not "w": what another job has written stays
+    locked = _try_lock(file, fcntl.LOCK_EX)
+    if locked is False:
         file.close()
-        raise ValueError(f"{run_dir}: another job is running in this folder (wait, or set another name)") from None
+        raise ValueError(f"{run_dir}: another job is running in this folder (wait, or set another name)")
+    if locked is None:
+        print(f"warning: {run_dir}: the file system has no locks; see to it that no other job runs in this folder",
+              file=sys.stderr, flush=True)
+    file.truncate(0)
+    file.write(_job_token())
+    file.flush()
     return file
+
+
+def used_by_another_job(run_dir: Path) -> bool:
+    """Whether a job other than this rank's runs in the folder, in which case nothing may be written there."""
+    try:
+        with open(run_dir / ".lock") as file:
+            return _try_lock(file, fcntl.LOCK_SH) is False and file.read() != _job_token()
+    except FileNotFoundError:
+        return False
+
+
+def _job_token() -> str:
+    """The same on all ranks of a job, another in every job that runs at the same time."""
+    return f"{os.environ.get('MASTER_ADDR', os.uname().nodename)}:{os.environ.get('MASTER_PORT', os.getpid())}"
+
+
+def _try_lock(file: TextIO, kind: int) -> bool | None:
+    """False: a lock of another process excludes this one. None: the file system has no locks.
+
+    NFS wants a file opened for writing as well as reading, whatever the kind.
+    """
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def open_run(run_dir: Path, config_text: str, rank: int) -> logging.Logger:
@@ -64,15 +117,17 @@ def open_run(run_dir: Path, config_text: str, rank: int) -> logging.Logger:
             file.write(shlex.join(sys.argv) + "\n")
         # A STOP beside an end marker has been obeyed; one alone was asked for while this start was on its way.
         ended = [name for name in ("PREEMPTED", "DONE") if (run_dir / name).exists()]
-        for marker in (*ended, *(["STOP"] if ended else []), "error.txt"):
+        failed = [path.name for path in run_dir.glob("error.*")]
+        for marker in (*ended, *(["STOP"] if ended else []), *failed):
             (run_dir / marker).unlink(missing_ok=True)
     log = logging.getLogger("distill")
     log.setLevel(logging.INFO)
     log.propagate = False
     log.handlers.clear()
-    to_file = logging.FileHandler(run_dir / f"log_rank{rank}.txt")
+    to_file = logging.FileHandler(run_dir / f"log_rank{rank}.txt", mode="a+")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(to_file)
+    _try_lock(to_file.stream, fcntl.LOCK_SH)  # the kernel lets go of it when the process dies, however it dies
     if rank == 0:
         terminal = logging.StreamHandler(sys.stdout)
         terminal.setFormatter(TerminalFormatter())
@@ -89,29 +144,179 @@ class TerminalFormatter(logging.Formatter):
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1 or a STOP file in the run folder. Handlers only set a flag.
+    """SIGTERM, SIGUSR1, a STOP file in the run folder, or a run that has lasted `max_minutes`.
 
     A signal that comes again within REPEAT_S is the same request: sent to the whole job it arrives directly and, once
-    more, from torchrun. A later one exits at once.
+    more, from torchrun. A later one exits at once, also from within a collective that waits for a peer: Python would
+    run a handler only after that, so a thread listens for the byte that each signal leaves in a pipe.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, max_minutes: float | None = None) -> None:
         self._file, self._signalled = run_dir / "STOP", 0.0
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
+        self._deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self._ears, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: None)  # a signal without a handler leaves no byte
+        signal.set_wakeup_fd(mouth)
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        if self._signalled and time.monotonic() - self._signalled > REPEAT_S:
-            os._exit(128 + number)
-        self._signalled = self._signalled or time.monotonic()
+    def _listen(self) -> None:
+        while byte := os.read(self._ears, 1):
+            if byte[0] not in SIGNALS:
+                continue
+            if self._signalled and time.monotonic() - self._signalled > REPEAT_S:
+                os.write(2, b"a second signal: this rank ends at once, without a checkpoint\n")
+                os._exit(128 + byte[0])
+            self._signalled = self._signalled or time.monotonic()
 
     def wanted(self) -> bool:
-        return self._signalled > 0 or self._file.exists()
+        return self._signalled > 0 or time.monotonic() >= self._deadline or self._file.exists()
 
 
 def mark(run_dir: Path, name: str) -> None:
     """Leave a marker file (PREEMPTED or DONE) for the launch script."""
     (run_dir / name).write_text("")
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Where:
+    """What this rank is doing, in case it fails: plain attributes that the script sets as it goes."""
+
+    rank: int
+    roles: Sequence[str] = ()  # of all ranks; empty until the job is known to be sound
+    phase: str = "start-up"
+    step: int | None = None  # the one in work
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} ({self.roles[rank]})" if rank < len(self.roles) else f"rank {rank}"
+
+    def __str__(self) -> str:
+        return f"{self.name(self.rank)} in {self.phase}" + ("" if self.step is None else f", step {self.step}")
+
+
+def tell_failure(error: BaseException, where: Where, run_dir: Path | None, *, memory_remedy: str = "") -> None:
+    """Say once what went wrong, on stderr and in error.txt: where, the cause, and a traceback if the fault is ours.
+
+    A rank that fails because another one did says so in one line that names it. All that is known goes into
+    error.RANK.json, unless the start was refused (no roles), which leaves an earlier run's folder as it was.
+    Returns soon after GRACE_S at the latest; a folder that cannot be written does not hide the cause.
+    """
+    record = failure_record(error, where, memory_remedy)
+    line, told = f"error: {where}: {record['message']}", False
+    is_lost = record["kind"] == "lost rank"
+    if run_dir is not None and where.roles:
+        _write_record(run_dir, record, where)
+        if is_lost:
+            record["because"], line, told = find_cause(run_dir, where, record["message"])
+            _write_record(run_dir, record, where)
+    block = f"{line}\n{record['traceback']}" if record["kind"] in ("error", "out of memory") else line
+    if run_dir is not None and not told and _is_told(run_dir, block, where, None if is_lost else record["message"]):
+        block = f"error: {where}: ends too; the cause is in {run_dir / 'error.txt'}"
+    print(block, file=sys.stderr, flush=True)
+
+
+def failure_record(error: BaseException, where: Where, memory_remedy: str) -> dict[str, Any]:
+    """What error.RANK.json holds; `because`: the ranks to blame, where they are others."""
+    kind, message = failure_kind(error), " ".join(str(error).split()) or type(error).__name__
+    if kind == "out of memory":
+        message = f"out of memory: {message}" + (f" ({memory_remedy})" if memory_remedy else "")
+    if kind == "lost rank":  # without gloo's source file and advice
+        message = re.sub(r"^\[\S+:\d+\] ", "", message).partition(". This is typically")[0]
+    return {"rank": where.rank, "role": where.roles[where.rank] if where.roles else None, "phase": where.phase,
+            "step": where.step, "kind": kind, "message": message, "because": [],
+            "traceback": "".join(traceback.format_exception(error)), "host": os.uname().nodename,
+            "time": datetime.now(timezone.utc).isoformat()}
+
+
+def failure_kind(error: BaseException) -> str:
+    """user error | out of memory | lost rank (another one is gone, late or has failed) | interrupted | error"""
+    text = str(error)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
+        return "out of memory"
+    if isinstance(error, dist.DistError) or (type(error) is RuntimeError and any(words in text for words in LOST)):
+        return "lost rank"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "user error" if isinstance(error, ValueError) else "error"
+
+
+def find_cause(run_dir: Path, where: Where, symptom: str) -> tuple[list[int], str, bool]:
+    """(ranks to blame for a broken connection, the line that says so, whether they say it themselves).
+
+    A rank that failed has left its record; one that was killed no longer holds the lock on its log; one that is stopped
+    or stuck does neither, and is told from those that are about to fail themselves by waiting for GRACE_S.
+    """
+    others, deadline = [rank for rank in range(len(where.roles)) if rank != where.rank], time.monotonic() + GRACE_S
+    while True:
+        gone = [rank for rank in others if _is_gone(run_dir / f"log_rank{rank}.txt")]
+        records = {rank: record for rank in others if (record := _read_record(run_dir, rank)) is not None}
+        failed = sorted((record["time"], rank) for rank, record in records.items() if record["kind"] != "lost rank")
+        killed = [rank for rank in gone if rank not in records]
+        if failed or killed or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    if failed:
+        rank = failed[0][1]
+        return [rank], f"error: {where}: ends because {where.name(rank)} failed: {records[rank]['message']}", True
+    missing = killed or [rank for rank in others if rank not in records]
+    names = ", ".join(map(where.name, missing)) or "the connection between ranks"
+    what = ("ended without a word (killed, perhaps by the kernel for want of memory)" if killed
+            else "did not answer in time (stopped or stuck)" if missing else "broke")
+    return missing, f"error: {names} {what}, which ends {where}: {symptom}", False
+
+
+def _is_gone(log_file: Path) -> bool:
+    try:
+        with open(log_file, "r+") as file:
+            return _try_lock(file, fcntl.LOCK_EX) is True
+    except FileNotFoundError:
+        return False
+
+
+def _write_record(run_dir: Path, record: dict[str, Any], where: Where) -> None:
+    temporary = run_dir / f".error.{where.rank}.json"
+    with _noted(where):
+        temporary.write_text(json.dumps(record, indent=1) + "\n")
+        os.replace(temporary, run_dir / f"error.{where.rank}.json")
+
+
+def _read_record(run_dir: Path, rank: int) -> dict[str, Any] | None:
+    try:
+        return json.loads((run_dir / f"error.{rank}.json").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _is_told(run_dir: Path, block: str, where: Where, message: str | None) -> bool:
+    """Whether error.txt has this message already (None: any); if not, the block is appended, by one rank at a time.
+
+    Before a start is accepted rank 0 overwrites what an earlier start has left.
+    """
+    with _noted(where):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with open(run_dir / "error.txt", "a+") as file:
+            while _try_lock(file, fcntl.LOCK_EX) is False:
+                time.sleep(0.01)
+            if where.rank == 0 and not where.roles:
+                file.truncate(0)
+            file.seek(0)
+            before = file.read()
+            if before if message is None else message in before:
+                return True
+            file.write(f"{block}\n")
+    return False
+
+
+@contextmanager
+def _noted(where: Where) -> Iterator[None]:
+    """A file that cannot be written is told on stderr: the failure to be reported may be the full disk itself."""
+    try:
+        yield
+    except OSError as problem:
+        print(f"error: {where}: {problem.filename or 'error.txt'}: {problem.strerror}", file=sys.stderr, flush=True)
 
 
 def report_failure(error: BaseException, run_dir: Path | None, *, rank: int, role: str, is_user_error: bool) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MAX_JSON_BYTES = 100 * 10**6  # as safetensors allows a header
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,11 @@ def open_folder(folder: str | Path) -> TensorIndex:
     followed (the Hugging Face cache consists of them). `metadata.total_size` is not compared: published ones are stale.
     """
     folder = Path(folder)
-    if (folder / INDEX).exists():
+    if os.path.lexists(folder / INDEX):
         weight_map = _read_weight_map(folder / INDEX)
         shards = {file: _read_header(folder / file) for file in sorted(set(weight_map.values()))}
         _check_weight_map(folder / INDEX, weight_map, shards)
-    elif (folder / SINGLE).exists():
+    elif os.path.lexists(folder / SINGLE):
         shards = {SINGLE: _read_header(folder / SINGLE)}
     else:
         raise ValueError(f"{folder}: holds neither {INDEX} nor {SINGLE}; give a folder in Hugging Face format")
@@ -79,8 +81,8 @@ def check_tensors(index: TensorIndex, tensors: dict[str, Tensor], *,
     if extra:
         raise ValueError(f"{index.folder}: has {_listed(extra)} that the model has not; "
                          f"does its config.json describe these weights?")
-    wrong = [f"{name} is {list(index.entries[name].shape)} in {index.entries[name].file}, {list(tensor.shape)} in the "
-             f"model" for name, tensor in tensors.items() if index.entries[name].shape != tuple(tensor.shape)]
+    wrong = [f"{shown(name)} is {list(index.entries[name].shape)} in {index.entries[name].file}, {list(tensor.shape)} "
+             f"in the model" for name, tensor in tensors.items() if index.entries[name].shape != tuple(tensor.shape)]
     if wrong:
         raise ValueError(f"{index.folder}: {len(wrong)} shape(s) differ: {'; '.join(wrong[:4])}; "
                          f"does its config.json describe these weights?")
@@ -132,71 +134,101 @@ def read_tensor(index: TensorIndex, name: str) -> Tensor:
     return tensor
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
+def read_json(path: Path, *, remedy: str = "download it again") -> dict[str, Any]:
+    """The JSON object of a file, read strictly.
+
+    ValueError, naming the file and the remedy: not readable, no regular file (a pipe would never end), larger than
+    MAX_JSON_BYTES, not UTF-8, nested too deeply, a duplicate key, NaN, Infinity or a number that overflows, no object.
+    """
     try:
-        raw = path.read_bytes()
+        if os.path.lexists(path) and not os.path.isfile(path):
+            raise ValueError(f"{path}: is no regular file, or a broken link; {remedy}")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"{path}: is larger than {MAX_JSON_BYTES} bytes; {remedy}")
+        return _parse_json(path, path.read_bytes(), remedy)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); download it again") from None
-    weight_map = _parse_json(path, raw).get("weight_map")
+        raise ValueError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: no 'weight_map' of tensor names; download it again")
     for name, file in weight_map.items():
         # A path here would let a downloaded folder make us open any file: refused before anything is opened.
-        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
-            raise ValueError(f"{path}: {name} is said to be in {file!r}, which is not the plain name of a .safetensors "
-                             f"file beside the index; get the folder from a source that you trust")
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", file, re.ASCII):
+            raise ValueError(f"{path}: {shown(name)} is said to be in {str(file)[:100]!r}, which is not the plain name "
+                             f"of a .safetensors file beside the index; get the folder from a source that you trust")
     return weight_map
 
 
 def _check_weight_map(path: Path, weight_map: dict[str, str], shards: dict[str, dict[str, Entry]]) -> None:
     for name, file in weight_map.items():
         if name not in shards[file]:
-            raise ValueError(f"{path.parent / file}: lacks tensor {name}, which {path.name} lists; download it again")
+            raise ValueError(f"{path.parent / file}: lacks tensor {shown(name)}, which {path.name} lists; "
+                             f"download it again")
     for file, shard in shards.items():
         for name in shard:
             if weight_map.get(name) != file:
-                raise ValueError(f"{path.parent / file}: holds tensor {name}, which {path.name} "
+                raise ValueError(f"{path.parent / file}: holds tensor {shown(name)}, which {path.name} "
                                  f"places in {weight_map.get(name, 'no file')}; index and shards are not of one model")
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
     """Tensor names of one file in the order of their data."""
-    if not path.is_file():
-        raise ValueError(f"{path}: is missing; download it again")
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: is missing, or no regular file; download it again")
     try:
         with safe_open(path, framework="pt"):  # checks the header's length, all offsets and the length of the file
             pass
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: is not a whole safetensors file ({error}); download it again") from None
+        raise ValueError(f"{path}: is not a whole safetensors file ({shown(str(error), 200)}); download it "
+                         f"again") from None
     with open(path, "rb") as file:
-        header = _parse_json(path, file.read(int.from_bytes(file.read(8), "little")))
+        header = _parse_json(path, file.read(int.from_bytes(file.read(8), "little")), "download it again")
     header.pop("__metadata__", None)
     for name, fields in header.items():
         if fields["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: tensor {name} has dtype {fields['dtype']}; use weights in {', '.join(DTYPES)}")
+            raise ValueError(f"{path}: tensor {shown(name)} has dtype {fields['dtype']}; use weights in "
+                             f"{', '.join(DTYPES)}")
     return {name: Entry(path.name, DTYPES[fields["dtype"]], tuple(fields["shape"]))
             for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"])}
 
 
-def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
-    """A JSON object; duplicate keys, which Python and safetensors resolve silently, are refused."""
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) != len(keys):
-            raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)!r}")
-        return dict(pairs)
-
+def _parse_json(path: Path, raw: bytes, remedy: str) -> dict[str, Any]:
+    """A JSON object; what Python and safetensors resolve silently, or Python adds to JSON, is refused."""
     try:
-        value = json.loads(text, object_pairs_hook=unique)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: bad JSON ({error}); download it again") from None
+        raise ValueError(f"{path}: not valid JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object; download it again")
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}; {remedy}")
     return value
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"duplicate key '{shown(key)}'")
+        values[key] = value
+    return values
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number
+
+
+def shown(text: str, length: int = 100) -> str:
+    """Foreign text for a message, in one line of bounded length."""
+    text = text if len(text) <= length else text[:length] + "..."
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
 def _listed(names: list[str]) -> str:
-    return f"{len(names)} tensor(s) ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
+    return f"{len(names)} tensor(s) ({', '.join(map(shown, names[:4]))}{', ...' if len(names) > 4 else ''})"
 
 
 def _local_part(name: str, tensor: Tensor) -> tuple[Tensor, int]:

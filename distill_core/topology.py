@@ -3,7 +3,7 @@
 
     plan = plan_ranks(world_size=16, local_world_size=8, teacher_ranks=[4])     # pure: no process group
     world = start(plan, device_type="cuda", timeout_s=600)                      # every rank, in the same order
-    if agree_max(world.students_control, stop_requested): ...
+    if step_verdict(world.students_control, step=12, stop=stop_requested).stop: ...    # after each step
     stop(world)
 
 Every rank creates every group in the same order, members or not: `new_group` deadlocks otherwise. Control messages
@@ -18,6 +18,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,9 @@ class RankPlan:
     students: tuple[int, ...]
     teachers: tuple[tuple[int, ...], ...]
 
-    @property
-    def has_servers(self) -> bool:
-        return any(ranks != self.students for ranks in self.teachers)
+    def is_inline(self, index: int) -> bool:
+        """Whether teacher `index` is sharded over the student ranks."""
+        return self.teachers[index] == self.students
 
     def teacher_of(self, rank: int) -> int | None:
         """Index of the teacher that `rank` serves; None for a student."""
@@ -96,6 +97,12 @@ class World:
     @property
     def is_student(self) -> bool:
         return self.rank in self.plan.students
+
+
+def shared_counter(name: str) -> Callable[[], int]:
+    """0, 1, 2, ... over all ranks of the job together, each number given once: from the store of the default group."""
+    store = dist.distributed_c10d._get_default_store()
+    return lambda: store.add(name, 1) - 1
 
 
 def env_rank() -> tuple[int, int, int]:
@@ -181,6 +188,31 @@ def agree_max(group: dist.ProcessGroup, *values: float) -> list[float]:
     return tensor.tolist()
 
 
+class Verdict(NamedTuple):
+    """What all ranks know after a step."""
+
+    stop: bool  # some rank was asked to stop
+    abort: bool  # some rank does not want to go on: too many steps in a row were not finite
+
+
+def step_verdict(group: dist.ProcessGroup, *, step: int, stop: bool, abort: bool = False,
+                 error: Exception | None = None) -> Verdict:
+    """The one all-reduce at the end of a step, after which all ranks act alike.
+
+    An error of one rank (writing metrics, say) is raised on all: there as it is, elsewhere as a RuntimeError that names
+    the rank. RuntimeError also where ranks are at different steps.
+    """
+    failed = 0 if error is None else dist.get_rank() + 1
+    stop, abort, failed, high, low = agree_max(group, stop, abort, failed, step, -step)
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError(f"stopped because rank {int(failed) - 1} failed (its own message says why)")
+    if high != -low:
+        raise RuntimeError(f"ranks are at different steps: from {-low:.0f} to {high:.0f}, this one at {step}")
+    return Verdict(bool(stop), bool(abort))
+
+
 def agree_sum(group: dist.ProcessGroup, *values: float) -> list[float]:
     """Element-wise sum over the group, in float64."""
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -208,7 +240,7 @@ class Pulse:
     with every beat, and on a finished rank at least every `every_s`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, every_s: float, also: Callable[[], None]) -> None:
+    def __init__(self, group: dist.ProcessGroup, every_s: float, also: Callable[[], None] = lambda: None) -> None:
         self._group, self._every_s, self._also = group, every_s, also
         self._next = time.monotonic() + every_s
 

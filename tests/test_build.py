@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_dmd
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from safetensors import safe_open
 from tiny import VOCAB, write_lm, whole
@@ -15,8 +16,10 @@ from tiny_dmd import MODELS, write_flow
 from torch.distributed.device_mesh import init_device_mesh
 
 from distill_core.adapters import read_adapter
+from distill_core import generate as generate_module
 from distill_core.build import (LoRA, build_flow, build_head, build_lm, build_replica, check_flow, check_folder,
-                                common_vocab, load_flow, load_lm, memory_plan, meta_flow, read_lm_config)
+                                common_vocab, kv_bytes, largest_batch, load_flow, load_lm, memory_plan, meta_flow,
+                                read_lm_config)
 from distill_core.fsdp import gather_into
 from distill_core.lora import use
 from distill_core.safetensors_io import write_folder
@@ -144,11 +147,66 @@ def test_memory_plan_counts_what_is_really_allocated(tmp_path):
     plan = memory_plan(config, config, num_students=2, num_servers=4, **settings)
     assert plan["student"]["weights"] == 4 * total // 2 and plan["student"]["optimizer"] == 8 * total // 2
     assert plan["student"]["rollout replica"] == 2 * total and plan["teacher"]["teacher shard"] == 2 * total // 4
-    replica = build_replica(config, torch.device("cpu"), torch.bfloat16, vocab_size=VOCAB)
-    cache = replica.make_cache(3, 20)
-    assert plan["student"]["KV cache"] == cache.k.nbytes + cache.v.nbytes
     inline = memory_plan(config, config, num_students=2, num_servers=0, **settings)
     assert set(inline) == {"student"} and inline["student"]["teacher shard"] == 2 * total // 2
+
+
+@pytest.mark.parametrize("rows, n, most_tokens", [(3, 1, 16384), (5, 2, 16384), (6, 1, 20), (2, 1, 3)])
+def test_kv_bytes_are_those_of_a_rollout(tmp_path, monkeypatch, rows, n, most_tokens):
+    """Catches a planned batch that does not fit: rows and prompts read ahead are counted as they are allocated."""
+    monkeypatch.setattr(generate_module, "PREFILL_TOKENS", most_tokens)
+    config, caches = read_lm_config(write_lm(tmp_path / "lm")), []
+    replica = build_replica(config, torch.device("cpu"), torch.bfloat16, vocab_size=VOCAB)
+    gather_into(load_lm(tmp_path / "lm"), replica)
+    make_cache = replica.make_cache
+    monkeypatch.setattr(replica, "make_cache", lambda *sizes: caches.append(make_cache(*sizes)) or caches[-1])
+    generate_module.generate(replica, [[1] * 9, [2] * 4, [3], [4] * 2] * 2, max_new_tokens=6, n=n, batch_size=rows)
+    sizes = dict(row_tokens=9 + 6, prompt_tokens=9, samples_per_prompt=n)
+    needed = kv_bytes(config, torch.bfloat16, rows=rows, **sizes)
+    assert needed == sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
+    assert largest_batch(config, torch.bfloat16, needed, **sizes) == rows
+    assert largest_batch(config, torch.bfloat16, needed - 1, **sizes) == rows - 1
+    assert largest_batch(config, torch.bfloat16, 1, **sizes) == 0
+
+
+def test_a_replica_is_refilled_in_place(tmp_path):
+    """Catches new weights that do not reach the fused memory, or that move it away from under captured graphs."""
+    write_lm(tmp_path / "old", seed=1), write_lm(tmp_path / "new", seed=2)
+    tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+
+    def body(rank):
+        mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
+        old, new = (build_lm(tmp_path / name, mesh, cpu, dtype=torch.float32, trainable=True)
+                    for name in ("old", "new"))
+        replica = build_replica(old.config, cpu, torch.float32, vocab_size=VOCAB)
+        gather_into(old, replica)
+        addresses = [p.data_ptr() for p in replica.parameters()]
+        gather_into(new, replica)
+        assert [p.data_ptr() for p in replica.parameters()] == addresses
+        fused = replica.model.layers[1].self_attn.qkv.weight
+        assert torch.equal(fused[32:48], whole(new.model.layers[1].self_attn.k_proj.weight))
+        return replica.lm_head(replica(tokens))
+
+    plain = load_lm(tmp_path / "new")
+    for logits in run_ranks(body, 2):
+        torch.testing.assert_close(logits, plain.lm_head(plain(tokens)).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_gathering_takes_one_collective_a_layer(tmp_path, monkeypatch):
+    """Catches an all-gather for each matrix: with many small ones, latency is what a refresh costs."""
+    write_lm(tmp_path / "lm")
+    calls, gather = [], dist.all_gather_into_tensor
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *args, **kw: calls.append(1) or gather(*args, **kw))
+
+    def body(rank):
+        mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
+        model = build_lm(tmp_path / "lm", mesh, cpu, dtype=torch.float32, trainable=True)
+        replica = build_replica(model.config, cpu, torch.bfloat16, vocab_size=VOCAB)
+        calls.clear()
+        gather_into(model, replica)
+        return len(calls)
+
+    assert run_ranks(body, 2) == [4, 4], "two layers, the embedding with its head, the final norm"
 
 
 # --- flow models ----------------------------------------------------------------------------------------------------

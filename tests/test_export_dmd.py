@@ -244,7 +244,7 @@ def test_a_changed_export_is_refused(tmp_path):
     (tmp_path / "out-config.json" / "config.json").unlink()
     with pytest.raises(ValueError, match="config.json: does not have the sha256"):
         read_export(tmp_path / "out-config.json")
-    for content, message in ((b"{", "cannot be read as JSON"), (b"[]", "not a JSON object"), (b"{}", "lists no files")):
+    for content, message in ((b"{", "not valid JSON"), (b"[]", "expected a JSON object"), (b"{}", "lists no files")):
         (out / "export.json").write_bytes(content)
         with pytest.raises(ValueError, match=f"export.json: .*{message}"):
             read_export(out)

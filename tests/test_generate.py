@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import types
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distill_core import generate as generate_module
-from distill_core.generate import Sample, generate, invert_cdf, uniforms
+from distill_core.generate import (Engine, Sample, Sampling, bucket, generate, invert_cdf, largest, pick, sample_stream,
+                                   uniforms)
 from distill_core.models import lm
 
 V = 97
@@ -82,24 +87,29 @@ class MarkovModel(nn.Module):
         self.table = nn.Parameter(table_VV)
         self.config = types.SimpleNamespace(vocab_size=table_VV.shape[1])
         self.rows_fed: list[int] = []
+        self.wide_forwards = 0
 
     def forward(self, tokens_BT: Tensor, cache: object) -> Tensor:
         self.rows_fed.append(len(tokens_BT))
+        self.wide_forwards += tokens_BT.shape[1] > 1
         return self.table[tokens_BT]
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def make_cache(self, batch: int, length: int) -> NoCache:
-        return NoCache()
+        return NoCache(torch.zeros(batch, dtype=torch.long))
 
 
 class NoCache:
-    def advance(self, lengths_B: Tensor | None, span: int) -> None:
-        pass
+    def __init__(self, lengths_B: Tensor) -> None:
+        self.lengths_B = lengths_B
 
-    def select(self, rows_B: Tensor) -> NoCache:
-        return self
+    def window(self, num_rows: int, span: int) -> NoCache:
+        return NoCache(self.lengths_B[:num_rows])
+
+    def put(self, row: int, source: NoCache, source_row: int, length: int) -> None:
+        self.lengths_B[row] = length
 
 
 def assert_same(left: list[Sample], right: list[Sample], *, exact: bool = True) -> None:
@@ -236,43 +246,218 @@ def test_equal_batch_shapes_are_bit_equal():
         assert_same([generate(model, mixed, **common)[index]], [samples[index]])
 
 
-@pytest.mark.parametrize("interval, compact_at", [(1, 0.0), (1, 0.25), (1, 2.0), (3, 0.0), (8, 0.25)])
-def test_compaction_changes_nothing(monkeypatch, interval, compact_at):
-    """Catches rows mixed up when others leave, at every step, sometimes or never, and with late looks."""
+@pytest.mark.parametrize("interval, batch_size", [(1, 1), (1, 3), (1, 20), (3, 7), (16, 2), (16, 7)])
+def test_continuous_batching_equals_one_by_one(monkeypatch, interval, batch_size):
+    """Catches rows mixed up by a refill or by closing gaps, with late looks too, and stale keys of the row before."""
     model, limits = tiny_lm(), [1, 2, 3, 5, 8, 13, 21, 21, 4, 9]
     common = dict(max_new_tokens=limits, stop_ids=(0, 17, 33), capture_top_k=3, n=2)
-    expected = generate(model, PROMPTS * 2, batch_size=1, **common)
-    monkeypatch.setattr(generate_module, "COMPACT_AT", compact_at)
-    monkeypatch.setattr(generate_module, "check_interval", lambda device: interval)
-    assert_same(generate(model, PROMPTS * 2, **common), expected, exact=False)
+    ids = [(place // 2, place) for place in range(20)]
+    expected = [generate(model, [(PROMPTS * 2)[index]], sample_ids=[place],
+                         **common | {"n": 1, "max_new_tokens": limits[index]})[0] for index, place in ids]
+    monkeypatch.setattr(generate_module, "look_interval", lambda device: interval)
+    assert_same(generate(model, PROMPTS * 2, batch_size=batch_size, **common), expected, exact=False)
 
 
 def test_ended_rows_leave_the_batch():
-    """Catches decoding to the bitter end: rows fed to the model stay near what is needed, and prompts are read once."""
+    """Catches decoding to the bitter end: no row is fed more than it needs, and prompts are read once."""
     model, limits = MarkovModel(torch.zeros(5, 5)), list(range(1, 41))
     samples = generate(model, [[1, 2]] * 40, max_new_tokens=limits, n=3)
     assert [len(s.tokens) for s in samples] == [limit for limit in limits for _ in range(3)]
     assert model.rows_fed[0] == 40, "three samples share the forward of their prompt"
-    needed = 3 * sum(limit - 1 for limit in limits)
-    assert needed <= sum(model.rows_fed[1:]) < 1.25 * needed
-    assert len(model.rows_fed) == 40 and model.rows_fed[-1] <= 4
+    assert model.rows_fed[1:] == [3 * (40 - t) for t in range(40)]
 
 
-def test_rows_that_run_equally_long_stand_together():
-    """Catches batches cut in the order of the prompts, where one long row keeps every batch busy."""
-    model = MarkovModel(torch.zeros(5, 5))
-    samples = generate(model, [[1], [2], [3], [4]], max_new_tokens=[40, 1, 40, 1], batch_size=2)
-    assert [(s.prompt, len(s.tokens)) for s in samples] == [([1], 40), ([2], 1), ([3], 40), ([4], 1)]
-    assert model.rows_fed == [2] * 40 + [2]
+def test_free_rows_are_refilled():
+    """Catches a batch that waits for its longest row: it stays full while anything is left to start."""
+    model, limits = MarkovModel(torch.zeros(5, 5)), [40, 1, 3, 17, 40, 1, 8, 30]
+    samples = generate(model, [[token] for token in (1, 2, 3, 4) * 2], max_new_tokens=limits, batch_size=2)
+    assert [len(s.tokens) for s in samples] == limits
+    assert sum(model.rows_fed) == sum(limits) + len(limits), "each prompt is read once, each token is decoded once"
+    assert sum(rows == 1 for rows in model.rows_fed) <= 1, "the two rows end together: the longest started first"
 
 
-def test_a_batch_stops_when_its_rows_have_stopped():
+def test_rows_stop_at_once():
     """Catches a loop that runs to max_new_tokens though every row ended early."""
     chain = torch.full((3, 3), -30.0)
     chain[:, 2] = 30.0
     model, beats = MarkovModel(chain), []
     generate(model, [[0], [1]], max_new_tokens=500, stop_ids=(2,), keepalive=lambda: beats.append(1))
-    assert model.rows_fed == [2] and len(beats) == 1
+    assert model.rows_fed == [2, 2] and len(beats) == 1, "the prompts, then one step"
+
+
+# --- streams --------------------------------------------------------------------------------------------------------
+
+LIMITS = [1, 12, 3, 25, 8, 13, 21, 2, 4, 9]
+
+
+def test_samples_come_as_soon_as_they_have_ended():
+    """Catches a stream that waits for a whole batch, and places that are not n * prompt + number."""
+    model, beats, seen = tiny_lm(), [], []
+    for place, sample in sample_stream(model, PROMPTS * 2, max_new_tokens=LIMITS, n=2, batch_size=20,
+                                       keepalive=lambda: beats.append(1)):
+        seen.append(place)
+        assert len(beats) == len(sample.tokens) == LIMITS[place // 2] and sample.prompt == (PROMPTS * 2)[place // 2]
+    assert sorted(seen) == list(range(20))
+    again = [place for place, _ in sample_stream(model, PROMPTS * 2, max_new_tokens=LIMITS, n=2, batch_size=20)]
+    assert again == seen, "the order is a function of the arguments"
+
+
+@pytest.mark.parametrize("batch_size, n", [(1, 1), (2, 3), (4, 1), (50, 2)])
+def test_two_ranks_share_a_queue(batch_size, n):
+    """Catches a prompt sampled twice or by nobody, one taken while no row is free, and samples that depend on who."""
+    model, pulled, common = tiny_lm(), [[], []], dict(max_new_tokens=LIMITS, stop_ids=(17, 33), n=n, capture_top_k=2)
+    expected = generate(model, PROMPTS * 2, **common)
+    counter = iter(range(10))
+
+    def queue(rank):
+        for index in counter:
+            pulled[rank].append(index)
+            yield index
+
+    streams = [sample_stream(model, PROMPTS * 2, batch_size=batch_size, queue=queue(rank), **common)
+               for rank in range(2)]
+    samples, running = {}, deque([0, 1])
+    while running:
+        rank = running.popleft()
+        for place, sample in islice(streams[rank], 1):
+            assert place // n in pulled[rank] and place not in samples
+            samples[place] = sample
+            running.append(rank)
+            started = len(pulled[rank]) * n - sum(done // n in pulled[rank] for done in samples)
+            assert started < batch_size + n + 1, "never more prompts than rows were free"
+    assert sorted(samples) == list(range(10 * n))
+    assert_same([samples[place] for place in range(10 * n)], expected, exact=False)
+    assert batch_size == 50 or all(pulled)
+
+
+def test_a_list_is_a_queue_that_is_read_ahead():
+    """Catches a forward for each prompt where the next ones are known, and a subset that samples the rest as well."""
+    model = MarkovModel(torch.zeros(5, 5))
+    places = [place for place, _ in sample_stream(model, [[1, 2, 3]] * 9, max_new_tokens=list(range(1, 10)),
+                                                  batch_size=3, queue=[4, 8, 0, 7, 2, 5])]
+    assert sorted(places) == [0, 2, 4, 5, 7, 8]
+    assert model.wide_forwards == 2, "six prompts, three at a time"
+
+
+@pytest.mark.parametrize("most", [1, 7, 20])
+def test_prompts_are_read_within_a_budget(monkeypatch, most):
+    """Catches one forward of a whole batch of long prompts, whose activations fit nowhere."""
+    model, common = tiny_lm(), dict(max_new_tokens=5, batch_size=5)
+    expected = generate(model, PROMPTS, **common)
+    monkeypatch.setattr(generate_module, "PREFILL_TOKENS", most)
+    fed = []
+    hook = model.register_forward_pre_hook(lambda module, args: fed.append(args[0].shape))
+    assert_same(generate(model, PROMPTS, **common), expected, exact=False)
+    hook.remove()
+    assert max(rows * length for rows, length in fed if length > 1) <= max(most, max(map(len, PROMPTS)))
+
+
+def test_a_stream_that_is_left_early_leaves_nothing(monkeypatch):
+    """Catches rows of an abandoned stream that go on in the next one of the same engine."""
+    monkeypatch.setattr(generate_module, "uses_graphs", lambda device: True)
+    monkeypatch.setattr(generate_module, "capture", Replay)
+    model, common = tiny_lm(), dict(max_new_tokens=LIMITS, batch_size=4, capture_top_k=2)
+    engine = Engine(model)
+    next(engine.stream(PROMPTS * 2, **common))
+    assert_same([sample for _, sample in sorted(engine.stream(PROMPTS * 2, **common), key=lambda pair: pair[0])],
+                generate(model, PROMPTS * 2, **common), exact=False)
+
+
+# --- graphs ---------------------------------------------------------------------------------------------------------
+
+class Replay:
+    """Stands in for a CUDA graph: repeats the captured step on the memory of that time, whatever has changed since."""
+
+    def __init__(self, step: Callable[[], None], pool: object) -> None:
+        step()  # the warm-up
+        self.replay = step
+        self.shared = pool or self
+
+    def pool(self) -> object:
+        return self.shared
+
+
+@pytest.mark.parametrize("interval", [1, 16])
+def test_replays_equal_eager_decoding(monkeypatch, interval):
+    """Catches a replay that reads other memory than the rows stand in (after a refill, a move, in a second call), a
+    graph of too few rows or positions, a capture that moves a row on, and pools that are not shared."""
+    model, common = tiny_lm(), dict(stop_ids=(17, 33), n=2, capture_top_k=3, batch_size=7)
+    calls = [dict(max_new_tokens=LIMITS), dict(max_new_tokens=LIMITS, temperature=0.7, step=1),
+             dict(max_new_tokens=7, step=2)]
+    expected = [generate(model, PROMPTS * 2, **common, **call) for call in calls]
+    monkeypatch.setattr(generate_module, "look_interval", lambda device: interval)
+    monkeypatch.setattr(generate_module, "uses_graphs", lambda device: True)
+    monkeypatch.setattr(generate_module, "LEAST_SPAN", 4)
+    monkeypatch.setattr(generate_module, "capture", Replay)
+    engine = Engine(model)
+    for call, want in zip(calls, expected):
+        samples = dict(engine.stream(PROMPTS * 2, **common, **call))
+        assert_same([samples[place] for place in range(20)], want, exact=False)
+        addresses = {store.data_ptr() for store in engine.batch.record}
+    sizes = list(engine.graphs)
+    assert sizes[0][:2] == (7, 9 + 25 - 1), "the largest first"
+    assert len({rows for rows, _, _ in sizes}) > 4 and len({span for _, span, _ in sizes}) > 4
+    assert len({graph.pool() for graph in engine.graphs.values()}) == 1
+    captured = len(engine.graphs)
+    dict(engine.stream(PROMPTS * 2, **common, **calls[0]))
+    assert len(engine.graphs) == captured and {store.data_ptr() for store in engine.batch.record} == addresses
+    dict(engine.stream([PROMPTS[0] * 9], max_new_tokens=50, capture_top_k=3))
+    assert engine.batch.sizes == (7, 45 + 49, 50, 3), "grown, and no smaller in anything"
+    assert len(engine.graphs) < captured, "graphs of the old buffers are gone"
+
+
+def test_a_faulty_graph_is_noticed(monkeypatch):
+    """Negative control of the test above: a graph of one row or one position too few changes samples or fails."""
+    model, common = tiny_lm(), dict(max_new_tokens=LIMITS, capture_top_k=3, batch_size=7)
+    expected = generate(model, PROMPTS * 2, **common)
+    monkeypatch.setattr(generate_module, "uses_graphs", lambda device: True)
+    monkeypatch.setattr(generate_module, "LEAST_SPAN", 1)
+    monkeypatch.setattr(generate_module, "capture", Replay)
+    monkeypatch.setattr(generate_module, "bucket", lambda size, least, most: max(size - 1, 1))
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        assert_same(generate(model, PROMPTS * 2, **common), expected, exact=False)
+
+
+def test_buckets():
+    """Catches a size that is rounded down, beyond the buffers, or by more than a quarter."""
+    for size in range(1, 3000):
+        rounded = bucket(size, 1, 10_000)
+        assert size <= rounded <= max(1.25 * size, size + 1)
+        assert bucket(size, 128, 10_000) >= max(size, 128) and bucket(size, 128, 3000) <= 3000
+    assert len({bucket(size, 1, 256) for size in range(1, 257)}) <= 32
+
+
+class LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(value, Tensor) and not func.is_view:
+                self.numel = max(self.numel, value.numel())
+        return out
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 3}, {"temperature": 0.0}])
+def test_no_tensor_is_larger_than_the_logits(settings):
+    """Catches a padded or doubled [B, V] in the drawing of a token; B rows of an odd vocabulary."""
+    logits = torch.randn(6, 5003, generator=torch.Generator().manual_seed(0))
+    with LargestTensor() as seen:
+        pick(logits, torch.rand(6), Sampling(capture_top_k=16, **settings))
+    assert seen.numel == logits.numel()
+
+
+@pytest.mark.parametrize("vocab", [100, 128, 129, 5003, 8192])
+def test_largest_equals_topk(vocab):
+    """Catches a candidate lost with its chunk, in the last short chunk most of all, and an id beyond the vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, vocab, generator=generator)
+    logits[:, -1] += 3.0
+    logits[0], logits[1, 3:] = -5.0, -math.inf
+    for count in (0, 1, 16, 64, 100):
+        values, ids = largest(logits, count)
+        assert torch.equal(values, logits.topk(count).values) and torch.equal(logits.gather(1, ids), values)
+        assert all(len(set(row)) == count for row in ids[2:].tolist())
 
 
 # --- distribution ---------------------------------------------------------------------------------------------------
@@ -449,9 +634,11 @@ def test_no_prompts_give_no_samples():
     ({"n": 0}, "n must be at least 1"),
     ({"batch_size": 0}, "batch_size must be at least 1"),
     ({"sample_ids": [1, 2, 3]}, "sample_ids: 3 values for 2 prompts x n = 1"),
+    ({"queue": [0, 2]}, "queue: prompt 2, but there are 2 prompts"),
+    ({"queue": iter([-1])}, "queue: prompt -1"),
 ])
 def test_bad_arguments_are_named(change, named):
     """Catches an argument that would fail deep inside, or silently sample something else."""
     arguments = {"prompts": [[1], [2]], "max_new_tokens": 3} | change
     with pytest.raises(ValueError, match=named):
-        generate(tiny_lm(), arguments.pop("prompts"), **arguments)
+        list(sample_stream(tiny_lm(), arguments.pop("prompts"), **arguments))

@@ -202,46 +202,55 @@ def test_right_padding_is_invisible():
         assert torch.equal(model(batch)[1, :40], model(other)[1, :40])
 
 
-def decode(model: lm.CausalLM, cache: lm.KVCache, rows: list[Tensor], starts: list[int], num_steps: int) -> Tensor:
-    """Logits [B, steps, V] of feeding rows[i][starts[i]:] token by token."""
+def decode(model: lm.CausalLM, cache: lm.KVCache, rows: list[Tensor], starts: list[int], num_steps: int,
+           first_span: int) -> Tensor:
+    """Logits [B, steps, V] of feeding rows[i][starts[i]:] token by token, each through a window just long enough."""
     steps = []
     for t in range(num_steps):
         fed = torch.stack([row[start + t] for row, start in zip(rows, starts)])[:, None]
-        steps.append(model.lm_head(model(fed, cache)))
-        cache.advance(None, cache.span + 1)
+        window = cache.window(len(rows), first_span + t)
+        steps.append(model.lm_head(model(fed, window)))
+        window.lengths_B += 1
     return torch.cat(steps, dim=1)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["llama", "llama-mha", "llama-mqa-head_dim", "qwen2-yarn-v5", "qwen3"])
 @torch.no_grad()
-def test_cached_decode_equals_full_forward(name):
+def test_cached_decode_equals_full_forward(name, fused):
     """Catches wrong positions after a padded prefill, padding left in the cache, and a wrong mask or head grouping."""
     model, batch, starts = randomize(lm.CausalLM(ours(CASES[name]))), tokens(), [40, 17, 1]
     full = model.lm_head(model(batch))
-    cache = model.make_cache(3, 40 + 50)
-    prefill = model.lm_head(model(batch[:, :40], cache))
+    if fused:
+        model.fuse()
+    cache = model.make_cache(4, 40 + 50)  # one row more than is used
+    prefill = model.lm_head(model(batch[:, :40], cache.window(3, 40)))
     torch.testing.assert_close(prefill, full[:, :40], atol=1e-5, rtol=0)
-    cache.advance(torch.tensor(starts), 40)
-    decoded = decode(model, cache, list(batch), starts, 50)
+    cache.lengths_B[:3] = torch.tensor(starts)
+    decoded = decode(model, cache, list(batch), starts, 50, 41)
     for row, start in enumerate(starts):
         torch.testing.assert_close(decoded[row], full[row, start:start + 50], atol=1e-5, rtol=0)
+    assert not cache.k[:, 3].any() and not cache.lengths_B[3]
 
 
 @torch.no_grad()
-def test_cache_select_drops_repeats_and_reorders_rows():
-    """Catches a selection that forgets the lengths, the span, or shares memory between repeated rows."""
+def test_rows_are_put_into_other_places():
+    """Catches a copy that forgets the length or a layer, and stale positions of the row that stood there before."""
     model, batch, starts = tiny(), tokens(), [40, 17, 25]
-    cache = model.make_cache(3, 60)
-    model(batch[:, :40], cache)
-    cache.advance(torch.tensor(starts), 40)
-    decode(model, cache, list(batch), starts, 3)
+    source, cache = model.make_cache(3, 45), model.make_cache(3, 60)
+    model(batch[:, :40], source.window(3, 40))
+    source.lengths_B.copy_(torch.tensor(starts))
+    decode(model, source, list(batch), starts, 3, 41)
+    cache.k.fill_(7.0), cache.v.fill_(7.0)
     picked, tails = [2, 0, 2], tokens(seed=5)
-    rows = [torch.cat([batch[row, :starts[row] + 3], tails[i]]) for i, row in enumerate(picked)]
-    chosen = cache.select(torch.tensor(picked))
-    decoded = decode(model, chosen, rows, [starts[row] + 3 for row in picked], 10)
-    for i, row in enumerate(picked):
+    for row, place in enumerate(picked[:2]):
+        cache.put(row, source, place, starts[place] + 3)
+    cache.put(2, cache, 0, starts[2] + 3)  # within one cache
+    rows = [torch.cat([batch[place, :starts[place] + 3], tails[i]]) for i, place in enumerate(picked)]
+    decoded = decode(model, cache, rows, [starts[place] + 3 for place in picked], 10, 44)
+    for i, place in enumerate(picked):
         full = model.lm_head(model(rows[i][None]))[0]
-        torch.testing.assert_close(decoded[i], full[starts[row] + 3:][:10], atol=1e-5, rtol=0)
+        torch.testing.assert_close(decoded[i], full[starts[place] + 3:][:10], atol=1e-5, rtol=0)
     assert not torch.equal(decoded[0], decoded[2]), "the two copies of row 2 go on apart"
 
 
@@ -254,10 +263,10 @@ def test_unwritten_cache_positions_are_zero():
         cache = model.make_cache(2, 20)
         assert not cache.k.any() and not cache.v.any()
         model(tokens(2, 8), cache)
-        cache.advance(torch.tensor([8, 2]), 8)
+        cache.lengths_B.copy_(torch.tensor([8, 2]))
         if planted is not None:
             cache.k[..., 8:, :] = cache.v[..., 8:, :] = planted
-        results.append(decode(model, cache, list(tokens(2, 20)), [8, 2], 6)[1])
+        results.append(decode(model, cache, list(tokens(2, 20)), [8, 2], 6, 14)[1])
     assert results[0].isfinite().all() and not results[1].isfinite().all()
 
 
@@ -334,6 +343,28 @@ def test_fsdp_units_hold_every_parameter_once():
         assert sum(map(len, units)) == len(set().union(*units))
         left = {name for name, p in model.named_parameters() if id(p) not in set().union(*units)}
         assert left == {"model.norm.weight"}
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biases", "qwen2", "qwen3-bias-tied"])
+@torch.no_grad()
+def test_fused_weights_are_the_named_ones(name):
+    """Catches a fused product of other weights: after new ones are copied into the names, it must give their logits."""
+    model, other = randomize(lm.CausalLM(ours(CASES[name]))), randomize(lm.CausalLM(ours(CASES[name])), seed=1)
+    names, want = list(dict(model.named_parameters())), model.lm_head(model(tokens()))
+    fused = model.fuse()
+    assert fused is model and list(dict(model.named_parameters())) == names
+    torch.testing.assert_close(model.lm_head(model(tokens())), want, atol=1e-5, rtol=0)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    for parameter, new in zip(model.parameters(), other.parameters()):
+        parameter.copy_(new)
+    torch.testing.assert_close(model.lm_head(model(tokens())), other.lm_head(other(tokens())), atol=1e-5, rtol=0)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
+    assert mlp.gate_proj.weight.untyped_storage().data_ptr() == mlp.up_proj.weight.untyped_storage().data_ptr()
+    model.double()
+    with pytest.raises(AssertionError, match="fuse it again"):
+        model(tokens())
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

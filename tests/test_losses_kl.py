@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -18,9 +19,15 @@ from distill_core import losses_kl
 from distill_core.losses_kl import (
     forward_kl_full,
     forward_kl_topk,
+    generalized_kl_topk,
+    importance_weight,
+    jsd_topk,
     reverse_kl_full,
     reverse_kl_sampled,
     reverse_kl_topk,
+    reverse_kl_topk_unnormalized,
+    select_by_entropy,
+    tail_bucket_kl_topk,
     topk_diagnostics,
 )
 from distill_core.topk_logprobs import sparse_head_logits
@@ -28,6 +35,25 @@ from ranks import run_ranks
 
 INF = math.inf
 FULL = [reverse_kl_full, forward_kl_full]
+MASS_AWARE = [generalized_kl_topk, tail_bucket_kl_topk, reverse_kl_topk_unnormalized]
+
+
+def lse(logits):
+    """logsumexp over a vocabulary of these ids and two more, of logit 0."""
+    return nn.functional.pad(logits if logits.dtype == torch.float64 else logits.float(), (0, 2)).logsumexp(-1)
+
+
+def with_lse(loss_fn):
+    return lambda student, teacher: loss_fn(student, teacher, lse(student), lse(teacher))
+
+
+FAMILY = [  # f(student logits, teacher logits); all but the unnormalised one
+    pytest.param(reverse_kl_topk, id="reverse"), pytest.param(forward_kl_topk, id="forward"),
+    *(pytest.param(partial(jsd_topk, beta=beta), id=f"jsd {beta}") for beta in (0.0, 1e-6, 0.5, 0.9, 1 - 1e-6, 1.0)),
+    pytest.param(with_lse(generalized_kl_topk), id="generalized"),
+    pytest.param(with_lse(tail_bucket_kl_topk), id="tail bucket"),
+]
+UNNORMALIZED = pytest.param(with_lse(reverse_kl_topk_unnormalized), id="unnormalized")
 
 
 class LargestResult(TorchDispatchMode):
@@ -108,14 +134,174 @@ def test_topk_gradients_are_the_closed_forms():
     assert_near(forward, q - p, 1e-12)
 
 
-@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
-@pytest.mark.parametrize("loss_fn", [reverse_kl_topk, forward_kl_topk])
-def test_topk_computes_in_fp32(loss_fn, dtype, atol):
+def on_vocabulary(loss_fn, student, teacher, ids):
+    """A mass-aware loss from logits [N, V]."""
+    return loss_fn(student.gather(-1, ids), teacher.gather(-1, ids), student.logsumexp(-1), teacher.logsumexp(-1))
+
+
+def by_definition(loss_fn, student, teacher, ids):
+    """The same from dense probabilities; the tail is the sum over the ids outside."""
+    q, p = student.softmax(-1), teacher.softmax(-1)
+    outside = torch.ones_like(p).scatter(-1, ids, 0.0)
+    q_tail, p_tail = (q * outside).sum(-1, keepdim=True), (p * outside).sum(-1, keepdim=True)
+    q, p = q.gather(-1, ids), p.gather(-1, ids)
+    if loss_fn is tail_bucket_kl_topk:
+        q, p = torch.cat([q, q_tail], -1), torch.cat([p, p_tail], -1)
+    terms = q * (q / p).log()
+    return (terms - q + p if loss_fn is generalized_kl_topk else terms).sum(-1)
+
+
+@pytest.mark.parametrize("top_k", [1, 8, 49])
+@pytest.mark.parametrize("loss_fn", MASS_AWARE)
+def test_mass_aware_losses_equal_their_definitions(loss_fn, top_k):
+    """Probabilities renormalised by mistake, a lost -q + p, a tail of the wrong model, a detached logsumexp."""
+    student, teacher = randn(7, 50, scale=3).requires_grad_(), randn(7, 50, seed=1, scale=3)
+    ids = student.topk(top_k).indices
+    actual, expected = (f(loss_fn, student, teacher, ids) for f in (on_vocabulary, by_definition))
+    assert actual.shape == (7,) and actual.dtype == torch.float64
+    assert_near(actual, expected, 1e-11)
+    assert_near(weighted_grads(actual, [student]), weighted_grads(expected, [student]), 1e-11)
+    assert torch.autograd.gradcheck(lambda x: on_vocabulary(loss_fn, x, teacher, ids), (student,))
+
+
+@pytest.mark.parametrize("loss_fn", MASS_AWARE)
+def test_mass_aware_losses_on_all_ids_are_the_full_kl(loss_fn):
+    """K = V: every member of the family is the same divergence, and an empty tail is worth nothing."""
+    student, teacher = randn(7, 12, scale=3).requires_grad_(), randn(7, 12, seed=1, scale=3)
+    actual = on_vocabulary(loss_fn, student, teacher, torch.arange(12).expand(7, 12))
+    expected = kl(torch.log_softmax(student, -1), torch.log_softmax(teacher, -1))
+    assert_near(actual, expected, 1e-13)
+    assert_near(weighted_grads(actual, [student]), weighted_grads(expected, [student]), 1e-13)
+
+
+@pytest.mark.parametrize("loss_fn", MASS_AWARE)
+def test_mass_aware_losses_do_not_see_shifts_or_order(loss_fn):
+    """Logits that are taken for log-probs, or a loss that depends on the place of an id."""
+    student, teacher = randn(7, 50, scale=3), randn(7, 50, seed=1, scale=3)
+    ids, order = student.topk(8).indices, torch.randperm(8)
+    expected = on_vocabulary(loss_fn, student, teacher, ids)
+    assert_near(on_vocabulary(loss_fn, student + randn(7, 1, seed=2), teacher - 9.0, ids[:, order]), expected, 1e-12)
+
+
+def test_generalized_kl_is_the_released_stop_gradient_loss():
+    """Gradient = student mass x that of stop(q~ (log q - log p)) log q, with log-probs of the whole vocabulary and the
+    weight q~ renormalised; not of the form with plain q as weight, nor of the renormalised loss."""
+    student, teacher = randn(20, 50, scale=3).requires_grad_(), randn(20, 50, seed=1, scale=3)
+    ids = student.topk(4).indices
+    log_q, log_p = (torch.log_softmax(logits, -1).gather(-1, ids) for logits in (student, teacher))
+    mass = log_q.detach().exp().sum(-1, keepdim=True)
+    advantage = log_q.detach() - log_p
+    released = (log_q.detach().softmax(-1) * advantage * log_q).sum(-1)
+    actual, = torch.autograd.grad(on_vocabulary(generalized_kl_topk, student, teacher, ids).sum(), student)
+    expected, = torch.autograd.grad(released.sum(), student, retain_graph=True)
+    assert_near(actual, mass * expected, 1e-14)
+    assert (actual - expected).abs().max() > 1e-2
+    renormalised, = torch.autograd.grad(reverse_kl_topk(log_q, log_p).sum(), student)
+    assert (actual - mass * renormalised).abs().max() > 1e-2
+
+
+def jsd_by_definition(student, teacher, beta):
+    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, as published, not scaled."""
+    q, p = student.softmax(-1), teacher.softmax(-1)
+    m = beta * p + (1 - beta) * q
+    return (beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()).sum(-1)
+
+
+@pytest.mark.parametrize("beta, atol", [(0.1, 1e-13), (0.5, 1e-13), (0.8, 1e-13), (1e-6, 1e-8), (1 - 1e-6, 1e-8)])
+def test_jsd_is_the_published_one_over_beta_one_minus_beta(beta, atol):
+    """The ends or the weights exchanged (half of the implementations do). Near the ends the definition itself rounds:
+    it is divided by 1e-6."""
+    student, teacher = randn(30, 8, scale=2).requires_grad_(), randn(30, 8, seed=1, scale=2)
+    actual = jsd_topk(student, teacher, beta=beta)
+    expected = jsd_by_definition(student, teacher, beta) / (beta * (1 - beta))
+    assert_near(actual, expected, atol)
+    assert_near(weighted_grads(actual, [student]), weighted_grads(expected, [student]), atol)
+    assert torch.autograd.gradcheck(lambda x: jsd_topk(x, teacher, beta=beta), (student,))
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-14), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("end, limit_fn", [(0.0, forward_kl_topk), (1.0, reverse_kl_topk)])
+def test_jsd_is_continuous_at_its_ends(end, limit_fn, dtype, atol):
+    """A JSD that vanishes towards its ends (a known bug: beta = 1 then trains nothing), jumps there, or loses all its
+    digits to a division by a small beta. Negative control: the published form at 1e-6 is below 1e-3 of the KL."""
+    student = randn(30, 8, dtype=dtype, scale=2).requires_grad_()
+    teacher = randn(30, 8, seed=1, dtype=dtype, scale=2)
+    limit = limit_fn(student, teacher)
+    limit_gradient, = weighted_grads(limit, [student])
+    for distance, error in ((0.0, atol), (1e-35, atol), (1e-12, max(atol, 1e-8)), (1e-6, 2e-3), (1e-3, 0.3)):
+        loss = jsd_topk(student, teacher, beta=abs(end - distance))
+        torch.testing.assert_close(loss, limit, rtol=error, atol=error)
+        torch.testing.assert_close(weighted_grads(loss, [student])[0], limit_gradient, rtol=error, atol=error)
+    assert jsd_by_definition(student, teacher, abs(end - 1e-6)).abs().max() < 1e-3 * limit.min()
+
+
+@pytest.mark.parametrize("beta", [1e-6, 0.1, 0.5, 0.9, 1 - 1e-6])
+def test_jsd_in_fp32_keeps_its_digits(beta):
+    """log(1 - beta + beta r) / beta taken as it stands: wrong by percents at beta = 1e-6, infinite at large ratios."""
+    student, teacher = randn(50, 16, scale=4).requires_grad_(), randn(50, 16, seed=1, scale=4)
+    narrow = student.detach().float().requires_grad_()
+    actual, expected = jsd_topk(narrow, teacher.float(), beta=beta), jsd_topk(student, teacher, beta=beta)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    gradients = weighted_grads(actual, [narrow])[0].double(), weighted_grads(expected, [student])[0]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=2e-5)
+    assert not jsd_topk(narrow, narrow.detach(), beta=beta).any()
+    far = torch.tensor([[300.0, 0.0, -300.0]], requires_grad=True)
+    loss = jsd_topk(far, -far.detach(), beta=beta)
+    # nothing in common: -log(beta) / (1 - beta) - log(1 - beta) / beta
+    assert loss.item() == pytest.approx(-math.log(beta) / (1 - beta) - math.log1p(-beta) / beta, rel=1e-5)
+    assert torch.autograd.grad(loss.sum(), far)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("beta", [0.0, 1e-6, 0.3, 0.5, 1.0])
+def test_jsd_has_the_curvature_of_the_kl(beta):
+    """The reason for the scale: near agreement beta turns the direction of the loss, never its strength."""
+    teacher = randn(30, 8, seed=1)
+    student = teacher + 1e-3 * randn(30, 8)
+    actual, expected = jsd_topk(student, teacher, beta=beta), reverse_kl_topk(student, teacher)
+    torch.testing.assert_close(actual, expected, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype, tail_logit", [(torch.float32, -30.0), (torch.float32, -13.0), (torch.float64, -30.0)])
+def test_tail_bucket_where_the_tail_is_next_to_nothing(dtype, tail_logit):
+    """Mass that rounds to 1: log(1 - sum q) is then -inf. Only the student's tail is small, the teacher's is large."""
+    student = torch.tensor([[1.0, 0.5, tail_logit]], dtype=dtype, requires_grad=True)
+    teacher, ids = torch.tensor([[0.0, 1.0, 0.0]], dtype=dtype), torch.tensor([[0, 1]])
+    loss = on_vocabulary(tail_bucket_kl_topk, student, teacher, ids)
+    gradient, = torch.autograd.grad(loss.sum(), student)
+    wide = student.detach().double().requires_grad_()
+    expected = by_definition(tail_bucket_kl_topk, wide, teacher.double(), ids)
+    expected_gradient, = torch.autograd.grad(expected.sum(), wide)
+    atol = 5e-6 if dtype == torch.float32 else 1e-11
+    assert_near(loss.double(), expected, atol)
+    assert_near(gradient.double(), expected_gradient, atol)
+    swapped = on_vocabulary(tail_bucket_kl_topk, teacher.requires_grad_(), student.detach(), ids)
+    assert swapped.isfinite().all() and swapped.item() > 0.2 * 10  # 0.2 of the mass, at least 10 nats off
+    assert torch.autograd.grad(swapped.sum(), teacher)[0].isfinite().all()
+    if tail_logit == -30.0 and dtype == torch.float32:
+        assert (1.0 - student.softmax(-1)[0, :2].sum()).log() == -INF
+
+
+def test_tail_bucket_where_the_tail_is_everything():
+    """Ids without probability, in one model or both: the tail is 1, its log 0, and log q - log p finite."""
+    for student_level, teacher_level in ((-200.0, 1.0), (1.0, -60.0), (-200.0, -150.0), (-20.0, -25.0)):
+        student = torch.tensor([[student_level, student_level, 0.0]], requires_grad=True)
+        teacher, ids = torch.tensor([[teacher_level, teacher_level, 0.0]]), torch.tensor([[0, 1]])
+        loss = on_vocabulary(tail_bucket_kl_topk, student, teacher, ids)
+        gradient, = torch.autograd.grad(loss.sum(), student)
+        wide = student.detach().double().requires_grad_()
+        expected = by_definition(tail_bucket_kl_topk, wide, teacher.double(), ids)
+        assert_near(loss.double(), expected.nan_to_num(0.0), 1e-4 if teacher_level == -60.0 else 1e-6)
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss_fn", [*FAMILY, UNNORMALIZED])
+def test_topk_computes_in_fp32(loss_fn, dtype):
     """A KL taken in the dtype of its inputs: in bf16 it is off by percents."""
-    student, teacher = randn(50, 16, dtype=dtype, scale=3), randn(50, 16, seed=1, dtype=dtype, scale=3)
+    student, teacher = randn(50, 16, dtype=dtype, scale=2), randn(50, 16, seed=1, dtype=dtype, scale=2)
     actual = loss_fn(student, teacher)
     assert actual.dtype == torch.float32
-    assert_near(actual.double(), loss_fn(student.double(), teacher.double()), atol)
+    assert_near(actual.double(), loss_fn(student.double(), teacher.double()), 1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -196,17 +382,57 @@ def test_sampled_clips_the_advantage():
         assert_near(loss, -torch.tensor(advantage) * student, 1e-6)
 
 
+def test_importance_weight_is_the_clipped_ratio():
+    """A ratio the wrong way round, clipped from below too, in 16 bits, or with a gradient of its own."""
+    student = torch.tensor([-1.0, -1.0, -9.0, -1.0, -400.0], requires_grad=True)
+    sampled = torch.tensor([-1.0, -1.5, -1.0, -400.0, -1.0])
+    weight = importance_weight(student, sampled, clip=2.0)
+    assert_near(weight, torch.tensor([1.0, math.exp(0.5), math.exp(-8.0), 2.0, 0.0]), 1e-6)
+    assert not weight.requires_grad and weight.dtype == torch.float32
+    assert importance_weight(student.bfloat16(), sampled.bfloat16(), clip=2.0).dtype == torch.float32
+    assert importance_weight(student.double(), sampled.double(), clip=1.0).dtype == torch.float64
+    assert importance_weight(torch.tensor([math.nan]), torch.zeros(1), clip=2.0).isnan().all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Selected positions
+
+
+def test_selected_positions_by_hand():
+    """The lowest entropies, positions in order of entropy, ties broken at random, a count that is rounded down."""
+    entropy = torch.tensor([0.5, 2.0, 1.0, 2.0, 0.1, 1.0, 1.0])
+    expected = {0.01: [1], 2 / 7: [1, 3], 0.3: [1, 2, 3], 0.5: [1, 2, 3, 5], 5 / 7: [1, 2, 3, 5, 6], 1.0: [*range(7)]}
+    for fraction, positions in expected.items():
+        selected = select_by_entropy(entropy, fraction)
+        assert selected.dtype == torch.int64 and selected.tolist() == positions
+    assert select_by_entropy(torch.zeros(0), 0.5).shape == (0,)
+
+
+@pytest.mark.parametrize("length", [1, 10, 70, 100, 300])
+def test_selected_count_is_the_ceiling_in_decimals(length):
+    """0.07 * 100 = 7.000000000000001: the ceiling of a float product selects a position too many."""
+    for percent in range(1, 101):
+        selected = select_by_entropy(torch.zeros(length), percent / 100)
+        assert selected.tolist() == list(range(-(-percent * length // 100)))
+
+
+def test_selection_equals_masking():
+    """Selected rows taken from the wrong place: loss and gradient must be those of a mask over all rows."""
+    student, teacher = randn(20, 8, scale=2).requires_grad_(), randn(20, 8, seed=1, scale=2)
+    positions = select_by_entropy(torch.special.entr(student.detach().softmax(-1)).sum(-1), 0.3)
+    kept = torch.zeros(20, dtype=torch.float64).index_fill(0, positions, 1.0)
+    actual = reverse_kl_topk(student[positions], teacher[positions]).sum()
+    expected = (reverse_kl_topk(student, teacher) * kept).sum()
+    assert positions.numel() == 6
+    assert_near(actual, expected, 1e-14)
+    assert_near(torch.autograd.grad(actual, student), torch.autograd.grad(expected, student), 1e-14)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Fixed points and support
 
 
-def unnormalised(student, teacher):
-    """The truncated KL that collapses: probabilities of the whole vocabulary summed over K ids only."""
-    log_q, log_p = torch.log_softmax(student, -1)[..., :4], torch.log_softmax(teacher, -1)[..., :4]
-    return kl(log_q, log_p)
-
-
-@pytest.mark.parametrize("loss_fn", [reverse_kl_topk, forward_kl_topk, reverse_kl_sampled])
+@pytest.mark.parametrize("loss_fn", [*FAMILY, pytest.param(reverse_kl_sampled, id="sampled")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zero_with_zero_gradient_at_equality(loss_fn, dtype):
     """A wrong fixed point: the student would move away from a teacher it already equals."""
@@ -225,12 +451,18 @@ def test_full_is_exactly_zero_at_equality(loss_fn):
     assert not loss.any() and not any(gradient.any() for gradient in weighted_grads(loss, [hidden, weight]))
 
 
-def test_equality_check_sees_a_wrong_fixed_point():
-    """Negative control: the unnormalised truncated KL is 0 at equality, with a gradient that is not."""
-    student = randn(20, 12, scale=1).requires_grad_()
-    loss = unnormalised(student, student.detach())
+@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
+def test_unnormalized_loss_has_the_wrong_fixed_point(scale):
+    """Negative control, and the fault of that loss: at equality it is 0, while its gradient takes mass off the ids
+    ((1 - mass) q there, -mass q elsewhere)."""
+    student = randn(20, 50, scale=scale).requires_grad_()
+    ids = student.topk(4).indices
+    loss = on_vocabulary(reverse_kl_topk_unnormalized, student, student.detach(), ids)
     gradient, = torch.autograd.grad(loss.sum(), student)
+    q, inside = student.detach().softmax(-1), torch.zeros(20, 50).scatter(-1, ids, 1.0).double()
+    mass = (q * inside).sum(-1, keepdim=True)
     assert loss.abs().max() < 1e-14 and gradient.abs().max() > 1e-2
+    assert_near(gradient, (inside - mass) * q, 1e-14)
 
 
 def test_gradient_outside_the_support_is_exactly_zero():
@@ -247,29 +479,8 @@ def test_gradient_outside_the_support_is_exactly_zero():
     reverse_kl_topk(sparse_head_logits(hidden, weight, ids), teacher).sum().backward()
     untouched = ~torch.isin(torch.arange(40), ids)
     assert untouched.any() and not weight.grad[untouched].any() and weight.grad[~untouched].any()
-    control, = torch.autograd.grad(unnormalised(logits, torch.zeros_like(logits)).sum(), logits)
-    assert control[:, 4:].abs().max() > 1e-3
-
-
-def test_renormalising_prevents_the_collapse():
-    """The reason for the default. 300 steps on free logits: the student's mass on its own top 16 grows a little under
-    the renormalised loss; the unnormalised loss lets it run out (0.98 to below 0.7) with the entropy up by a nat."""
-    def train(renormalise):
-        teacher = randn(32, 512, dtype=torch.float32, scale=6)
-        student = (teacher + randn(32, 512, seed=1, dtype=torch.float32, scale=1.5)).requires_grad_()
-        optimizer = torch.optim.Adam([student], lr=0.02)
-        for _ in range(300):
-            ids = student.detach().topk(16).indices
-            log_q, log_p = (torch.log_softmax(logits, -1).gather(-1, ids) for logits in (student, teacher))
-            loss = reverse_kl_topk(log_q, log_p) if renormalise else kl(log_q, log_p)
-            optimizer.zero_grad()
-            loss.sum().backward()
-            optimizer.step()
-        q = student.detach().softmax(-1)
-        return q.topk(16).values.sum(-1).mean(), torch.special.entr(q).sum(-1).mean()
-
-    (mass, entropy), (leaked_mass, leaked_entropy) = train(True), train(False)
-    assert mass > 0.98 and leaked_mass < 0.7 and leaked_entropy > entropy + 1.0
+    control = on_vocabulary(reverse_kl_topk_unnormalized, logits, torch.zeros_like(logits), ids)
+    assert torch.autograd.grad(control.sum(), logits)[0][outside].abs().max() > 1e-3
 
 
 def test_no_loss_is_clamped_at_zero():
@@ -277,6 +488,10 @@ def test_no_loss_is_clamped_at_zero():
     student, teacher = torch.tensor([[0.4, 0.0]], requires_grad=True), torch.tensor([[20.0, 0.0]])
     loss = reverse_kl_topk(student, teacher, log_prob_min_clamp=-0.5)
     assert loss.item() < -0.1
+    assert torch.autograd.grad(loss.sum(), student)[0].abs().min() > 1e-2
+    student, teacher = torch.tensor([[1.0, 1.0, 5.0]], requires_grad=True), torch.tensor([[3.0, 3.0, 3.0]])
+    loss = on_vocabulary(reverse_kl_topk_unnormalized, student, teacher, torch.tensor([[0, 1]]))
+    assert loss.item() < -0.05
     assert torch.autograd.grad(loss.sum(), student)[0].abs().min() > 1e-2
 
 
@@ -293,7 +508,8 @@ def test_clamp_touches_the_teacher_alone_after_renormalising():
 def test_teacher_gets_no_gradient():
     """A teacher that trains towards the student."""
     student, teacher = randn(5, 6).requires_grad_(), randn(5, 6, seed=1).requires_grad_()
-    (reverse_kl_topk(student, teacher) + forward_kl_topk(student, teacher)).sum().backward()
+    for parameters in (*FAMILY, UNNORMALIZED):
+        parameters.values[0](student, teacher).sum().backward()
     reverse_kl_sampled(student[:, 0], teacher[:, 0]).sum().backward()
     heads = make_full()
     (reverse_kl_full(*heads, chunk_size=4) + forward_kl_full(*heads, chunk_size=4)).sum().backward()
@@ -326,8 +542,9 @@ def test_masked_ids_give_no_nan(masks, clamp):
     student, teacher = randn(3, 6), randn(3, 6, seed=1)
     teacher[:, masks[0]], student[:, masks[1]] = -INF, -INF
     student.requires_grad_()
-    for loss_fn, options in ((reverse_kl_topk, {"log_prob_min_clamp": clamp}), (forward_kl_topk, {})):
-        loss = loss_fn(student, teacher, **options)
+    family = [parameters.values[0] for parameters in (*FAMILY, UNNORMALIZED)]
+    for loss_fn in (partial(reverse_kl_topk, log_prob_min_clamp=clamp), *family):
+        loss = loss_fn(student, teacher)
         gradient, = torch.autograd.grad(loss.sum(), student)
         assert loss.isfinite().all() and gradient.isfinite().all()
         assert not gradient[:, masks[1]].any()
@@ -347,8 +564,27 @@ def test_masked_ids_leave_the_support_of_both():
     masked_student = student.detach().clone()
     masked_student[:, [1, 4]] = -INF
     assert_near(forward_kl_topk(masked_student, teacher), forward_kl_topk(student[:, kept], teacher[:, kept]), 1e-14)
+    masked_student[:, [0, 4]] = -INF
+    kept_by_both = [2, 3, 5]
+    for beta in (0.0, 0.5, 1.0):
+        assert_near(jsd_topk(masked_student, masked_teacher, beta=beta),
+                    jsd_topk(student[:, kept_by_both], teacher[:, kept_by_both], beta=beta), 1e-14)
     everything = torch.full_like(teacher, -INF)
-    assert not reverse_kl_topk(student, everything).any()
+    assert not reverse_kl_topk(student, everything).any() and not jsd_topk(student, everything, beta=0.5).any()
+
+
+@pytest.mark.parametrize("loss_fn", MASS_AWARE)
+def test_masked_ids_leave_the_support_of_mass_aware_losses(loss_fn):
+    """The same with whole-vocabulary probabilities: the logsumexps stay, so the student's probability of such an id is
+    outside the ids (the tail's, where there is one)."""
+    student, teacher, kept = randn(4, 6).requires_grad_(), randn(4, 6, seed=1), [0, 2, 3, 5]
+    teacher[:, [1, 4]] = -INF
+    actual = loss_fn(student, teacher, lse(student), lse(teacher))
+    expected = loss_fn(student[:, kept], teacher[:, kept], lse(student), lse(teacher))
+    assert_near(actual, expected, 1e-14)
+    assert_near(weighted_grads(actual, [student]), weighted_grads(expected, [student]), 1e-14)
+    nothing = loss_fn(student, torch.full_like(teacher, -INF), lse(student), lse(teacher))
+    assert not nothing.any() and not weighted_grads(nothing, [student])[0].any()
 
 
 def test_forward_kl_pushes_the_student_off_a_masked_id():
@@ -364,15 +600,15 @@ def test_nan_is_passed_on(side):
     """A mask that also hides a NaN: the run would go on with a broken model."""
     student, teacher = randn(3, 6), randn(3, 6, seed=1)
     (student if side == "student" else teacher)[1, 2] = math.nan
-    for loss_fn in (reverse_kl_topk, forward_kl_topk, reverse_kl_sampled):
+    for loss_fn in (*(parameters.values[0] for parameters in (*FAMILY, UNNORMALIZED)), reverse_kl_sampled):
         assert loss_fn(student, teacher).isnan().any() and loss_fn(student, teacher)[[0, 2]].isfinite().all()
 
 
 def test_no_rows():
     """A rank without response tokens: forward and backward must run, and the head gets a zero gradient."""
-    for loss_fn in (reverse_kl_topk, forward_kl_topk):
+    for parameters in (*FAMILY, UNNORMALIZED):
         student = torch.zeros(0, 4, requires_grad=True)
-        loss_fn(student, torch.zeros(0, 4)).sum().backward()
+        parameters.values[0](student, torch.zeros(0, 4)).sum().backward()
         assert student.grad.shape == (0, 4)
     for loss_fn in FULL:
         heads = make_full(num_rows=0)
@@ -391,6 +627,29 @@ def test_no_rows():
     ("log_prob_min_clamp must", lambda: reverse_kl_topk(torch.zeros(3, 4), torch.zeros(3, 4), log_prob_min_clamp=1.0)),
     ("teacher_logp must", lambda: reverse_kl_sampled(torch.zeros(3), torch.zeros(3, 1))),
     ("clip must", lambda: reverse_kl_sampled(torch.zeros(3), torch.zeros(3), clip=0.0)),
+    ("student_logits must be floating", lambda: reverse_kl_topk(torch.zeros(3, 4).long(), torch.zeros(3, 4))),
+    ("K must be at least 2", lambda: jsd_topk(torch.zeros(3, 1), torch.zeros(3, 1), beta=0.5)),
+    ("beta must", lambda: jsd_topk(torch.zeros(3, 4), torch.zeros(3, 4), beta=1.1)),
+    ("beta must", lambda: jsd_topk(torch.zeros(3, 4), torch.zeros(3, 4), beta=math.nan)),
+    ("teacher_logits must have", lambda: generalized_kl_topk(*map(torch.zeros, ((3, 4), (3, 5), 3, 3)))),
+    ("teacher_logits must be floating",
+     lambda: generalized_kl_topk(torch.zeros(3, 4), torch.zeros(3, 4).long(), torch.zeros(3), torch.zeros(3))),
+    ("student_lse must have", lambda: tail_bucket_kl_topk(*map(torch.zeros, ((3, 4), (3, 4), (3, 1), 3)))),
+    ("teacher_lse must have", lambda: reverse_kl_topk_unnormalized(*map(torch.zeros, ((3, 4), (3, 4), 3, 4)))),
+    ("teacher_lse must be floating",
+     lambda: tail_bucket_kl_topk(torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(3), torch.zeros(3).long())),
+    ("student_lse must carry",
+     lambda: generalized_kl_topk(torch.zeros(3, 4, requires_grad=True), *map(torch.zeros, ((3, 4), 3, 3)))),
+    ("sampled_logp must have", lambda: importance_weight(torch.zeros(3), torch.zeros(3, 1), clip=2.0)),
+    ("student_logp must be floating", lambda: importance_weight(torch.zeros(3).long(), torch.zeros(3), clip=2.0)),
+    ("clip must", lambda: importance_weight(torch.zeros(3), torch.zeros(3), clip=0.5)),
+    ("clip must", lambda: importance_weight(torch.zeros(3), torch.zeros(3), clip=INF)),
+    ("clip must", lambda: importance_weight(torch.zeros(3), torch.zeros(3), clip=math.nan)),
+    ("fraction must", lambda: select_by_entropy(torch.zeros(3), 0.0)),
+    ("fraction must", lambda: select_by_entropy(torch.zeros(3), 1.5)),
+    ("fraction must", lambda: select_by_entropy(torch.zeros(3), math.nan)),
+    ("entropy must", lambda: select_by_entropy(torch.zeros(3, 1), 0.5)),
+    ("entropy must", lambda: select_by_entropy(torch.zeros(3).long(), 0.5)),
     ("student_weight and teacher_weight", lambda: reverse_kl_full(*map(torch.zeros, ((3, 2), (9, 2), (3, 5), (8, 5))))),
     ("student_hidden and teacher_hidden", lambda: forward_kl_full(*map(torch.zeros, ((3, 2), (9, 2), (4, 5), (9, 5))))),
     ("teacher_hidden and teacher_weight", lambda: reverse_kl_full(*map(torch.zeros, ((3, 2), (9, 2), (3, 5), (9, 4))))),

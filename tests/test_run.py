@@ -2,10 +2,16 @@
 """The run folder: stop requests, markers, the lock of a running job, how failures are told."""
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
+import torch
 
 from distill_core import run
 
@@ -14,6 +20,7 @@ from distill_core import run
 def restore_signals():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -27,10 +34,29 @@ def test_a_signal_asks_for_a_stop_and_its_echo_is_the_same_request(tmp_path, mon
     assert not stop.wanted()
     os.kill(os.getpid(), number)
     os.kill(os.getpid(), number)
-    assert stop.wanted() and exits == []
+    assert soon(stop.wanted) and exits == []
     monkeypatch.setattr(run, "REPEAT_S", -1.0)  # as if the next one came later
     os.kill(os.getpid(), number)
-    assert exits == [128 + number]
+    assert soon(lambda: exits == [128 + number])
+
+
+def soon(holds) -> bool:
+    """Signals are heard by a thread."""
+    end = time.monotonic() + 5
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_other_signals_and_time_budgets(tmp_path):
+    """Catches a stop for a signal that is none, such as the alarm of a library, and a budget in the wrong unit."""
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    stop = run.StopRequest(tmp_path, max_minutes=0.5 / 60)
+    os.kill(os.getpid(), signal.SIGALRM)
+    time.sleep(0.1)
+    assert not stop.wanted() and soon(stop.wanted)
+    assert not run.StopRequest(tmp_path, max_minutes=1.0).wanted()
+    signal.signal(signal.SIGALRM, before)
 
 
 def test_a_stop_file_counts_unless_an_earlier_run_has_obeyed_it(tmp_path):
@@ -40,18 +66,38 @@ def test_a_stop_file_counts_unless_an_earlier_run_has_obeyed_it(tmp_path):
     assert run.StopRequest(tmp_path).wanted()
     (tmp_path / "PREEMPTED").touch()
     (tmp_path / "error.txt").write_text("old")
+    (tmp_path / "error.3.json").write_text("old")
     run.open_run(tmp_path, "x: 1\n", 0).handlers.clear()
     assert not run.StopRequest(tmp_path).wanted()
     assert {p.name for p in tmp_path.iterdir()} == {"config.yaml", "command.txt", "log_rank0.txt"}
 
 
-def test_a_second_job_in_the_same_folder_is_refused(tmp_path):
-    """Catches two jobs that overwrite each other's metrics and checkpoints."""
+def test_a_second_job_in_the_same_folder_is_refused(tmp_path, monkeypatch):
+    """Catches two jobs that overwrite each other's files, and a refused one that writes its error into the other's."""
+    monkeypatch.setenv("MASTER_PORT", "1")
     lock = run.lock_run(tmp_path)
+    assert not run.used_by_another_job(tmp_path), "it is this job's"
+    monkeypatch.setenv("MASTER_PORT", "2")
     with pytest.raises(ValueError, match="another job is running"):
         run.lock_run(tmp_path)
+    assert run.used_by_another_job(tmp_path)
     lock.close()
+    assert not run.used_by_another_job(tmp_path) and not run.used_by_another_job(tmp_path / "none")
     run.lock_run(tmp_path).close()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
+    """Catches a cluster on which no run starts because its file system has no locks, and a silent lack of them."""
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run.fcntl, "flock", refuse)
+    run.lock_run(tmp_path).close()
+    assert "warning" in capsys.readouterr().err
+    (tmp_path / "log_rank0.txt").touch()
+    assert not run._is_gone(tmp_path / "log_rank0.txt"), "nobody knows"
+    assert tell(KeyError("w"), 2, tmp_path, capsys).startswith("error: rank 2 (teacher)")
+    assert "error: rank 2" in (tmp_path / "error.txt").read_text()
 
 
 def test_a_folder_that_cannot_be_written_is_refused_early(tmp_path):
@@ -64,13 +110,100 @@ def test_a_folder_that_cannot_be_written_is_refused_early(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+# --- failures -------------------------------------------------------------------------------------------------------
+
+ROLES = ["student", "student", "teacher"]
+
+
+def tell(error: BaseException, rank: int, folder, capsys, **options) -> str:
+    """What the rank says on stderr."""
+    try:
+        raise error
+    except type(error) as raised:
+        run.tell_failure(raised, run.Where(rank, ROLES, "train", 7), folder, **options)
+    return capsys.readouterr().err
+
+
 def test_user_errors_are_one_line_and_ours_carry_a_traceback(tmp_path, capsys):
-    """Catches a traceback for a typo, a bug told without one, and an error that hides behind a failing report."""
-    for is_user_error in (True, False):
-        run.report_failure(ValueError("bad\nvalue"), tmp_path / "run", rank=1, role="student", is_user_error=is_user_error)
-        err = capsys.readouterr().err
-        assert err.startswith("error: rank 1 (student): bad value\n") and ("ValueError" in err) != is_user_error
-    assert (tmp_path / "run/error.txt").read_text().count("error: rank 1") == 2
+    """Catches a traceback for a typo, a bug told without one or without its place, and one cause told three times."""
+    assert tell(ValueError("bad\nvalue"), 1, tmp_path, capsys) == "error: rank 1 (student) in train, step 7: bad value\n"
+    again = tell(ValueError("bad value"), 0, tmp_path, capsys)
+    assert again.startswith("error: rank 0 (student) in train, step 7: ends too") and again.count("\n") == 1
+    ours = tell(KeyError("w"), 2, tmp_path, capsys)
+    assert ours.startswith("error: rank 2 (teacher) in train, step 7: 'w'\nTraceback") and "KeyError" in ours
+    told = (tmp_path / "error.txt").read_text()
+    assert told.count("error: rank") == 2 and "KeyError" in told and "ends too" not in told
+    record = json.loads((tmp_path / "error.2.json").read_text())
+    assert (record["rank"], record["role"], record["phase"], record["step"]) == (2, "teacher", "train", 7)
+    assert record["kind"] == "error" and "KeyError" in record["traceback"] and record["host"] and record["time"]
+
+
+def test_a_refused_start_is_told_each_time_and_leaves_no_record(tmp_path, capsys):
+    """Catches a message swallowed because the same mistake was made before, and files left in a finished run."""
+    for _ in range(2):
+        for rank in (0, 1):
+            run.tell_failure(ValueError("typo"), run.Where(rank), tmp_path)
+        first, second = capsys.readouterr().err.splitlines()
+        assert first == "error: rank 0 in start-up: typo" and "ends too" in second
+    assert [p.name for p in tmp_path.iterdir()] == ["error.txt"]
+
+
+@pytest.mark.parametrize("error", [MemoryError("no"), torch.OutOfMemoryError("CUDA out of memory. Tried"),
+                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
+def test_memory_errors_come_with_a_remedy(tmp_path, capsys, error):
+    """Catches a user left alone with an allocator's message."""
+    shown = tell(error, 0, tmp_path, capsys, memory_remedy="lower train.micro_batch_tokens")
+    assert "out of memory" in shown and "(lower train.micro_batch_tokens)" in shown
+    assert json.loads((tmp_path / "error.0.json").read_text())["kind"] == "out of memory"
+
+
+def test_a_full_disk_does_not_hide_the_cause(tmp_path, capsys, monkeypatch):
+    """Catches an error that is lost because the report of it fails as well."""
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "error.0.json"))
+
     (tmp_path / "file").write_text("")
-    run.report_failure(ValueError("cause"), tmp_path / "file", rank=0, role="student", is_user_error=True)
-    assert "cause" in capsys.readouterr().err
+    assert "cause" in tell(ValueError("cause"), 0, tmp_path / "file", capsys)
+    monkeypatch.setattr(run.Path, "write_text", full)
+    shown = tell(OSError(errno.ENOSPC, "No space left on device"), 0, tmp_path, capsys)
+    assert "Traceback" in shown and "error.0.json: No space left" in shown
+
+
+CLOSED = "[/pytorch/gloo/pair.cc:537] Read error [127.0.0.1]:2: Connection reset by peer. This is typically caused by"
+
+
+def test_a_survivor_names_the_rank_that_failed(tmp_path, capsys):
+    """Catches the first cause drowned in the messages of those that merely lost the connection to it."""
+    tell(KeyError("w"), 2, tmp_path, capsys)
+    for rank, error in enumerate((RuntimeError(CLOSED), RuntimeError("stopped because rank 2 failed (its own message"))):
+        shown = tell(error, rank, tmp_path, capsys)
+        assert shown == f"error: rank {rank} (student) in train, step 7: ends because rank 2 (teacher) failed: 'w'\n"
+        assert json.loads((tmp_path / f"error.{rank}.json").read_text())["because"] == [2]
+    assert (tmp_path / "error.txt").read_text().count("error: rank") == 1
+
+
+def test_a_survivor_tells_killed_from_stopped_ranks(tmp_path, capsys, monkeypatch):
+    """Catches a job that ends with `connection closed` on every rank and nothing about the one that was killed."""
+    monkeypatch.setattr(run, "GRACE_S", 0.2)
+    for rank in (1, 2):
+        (tmp_path / f"log_rank{rank}.txt").touch()
+    alive = [subprocess.Popen([sys.executable, "-c", f"""if True:
+        import fcntl, time
+        file = open({str(tmp_path / f'log_rank{rank}.txt')!r})
+        fcntl.flock(file, fcntl.LOCK_SH)
+        print(flush=True)
+        time.sleep(60)"""], stdout=subprocess.PIPE) for rank in (1, 2)]
+    for process in alive:
+        process.stdout.readline()
+    stuck = tell(RuntimeError(CLOSED), 0, tmp_path, capsys)
+    assert stuck.startswith("error: rank 1 (student), rank 2 (teacher) did not answer in time (stopped or stuck), which "
+                            "ends rank 0 (student) in train, step 7: Read error [127.0.0.1]:2: Connection reset by peer\n")
+    (tmp_path / "error.txt").unlink()
+    alive[1].kill()
+    alive[1].wait()
+    killed = tell(RuntimeError(CLOSED), 0, tmp_path, capsys)
+    assert killed.startswith("error: rank 2 (teacher) ended without a word (killed")
+    assert json.loads((tmp_path / "error.0.json").read_text())["because"] == [2]
+    assert "ends too" in tell(RuntimeError(CLOSED), 1, tmp_path, capsys), "told once"
+    alive[0].kill()
+    alive[0].wait()

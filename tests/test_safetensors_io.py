@@ -119,7 +119,7 @@ def test_duplicate_keys_are_refused(tmp_path):
     raw_file(tmp_path / "d", header)
     with safe_open(tmp_path / "d" / "model.safetensors", "pt") as file:
         assert list(file.keys()) == ["w"]  # control: the library itself accepts it
-    with pytest.raises(ValueError, match="model.safetensors: bad JSON .duplicate key 'w'"):
+    with pytest.raises(ValueError, match="model.safetensors: not valid JSON .duplicate key 'w'"):
         open_folder(tmp_path / "d")
 
 

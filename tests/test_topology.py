@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from distill_core.topology import Pulse, agree_max, agree_sum, make_groups, plan_ranks, raise_together
+from distill_core.topology import Pulse, agree_max, agree_sum, make_groups, plan_ranks, raise_together, step_verdict
 
 
 def test_plans_are_partitions_with_rank_0_a_student():
@@ -32,7 +32,7 @@ def test_teachers_sit_on_the_last_local_ranks_of_each_node():
     assert plan.teachers == ((6, 7, 14, 15),) and plan.students == (0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13)
     assert plan_ranks(16, 8, [2, 2]).teachers == ((6, 14), (7, 15))
     assert plan_ranks(16, 8, [3]).teachers == ((13, 14, 15),)  # does not divide: the end of the world
-    assert plan_ranks(3, 3, [0]).teachers == ((0, 1, 2),) and not plan_ranks(3, 3, [0]).has_servers
+    assert plan_ranks(3, 3, [0]).teachers == ((0, 1, 2),) and plan_ranks(3, 3, [0]).is_inline(0)
     assert plan_ranks(8, 8, [2]).teacher_of(7) == 0 and plan_ranks(8, 8, [2]).teacher_of(0) is None
 
 
@@ -71,6 +71,28 @@ def test_raise_together_names_the_rank_that_failed():
     results = run_ranks(body, 3)
     assert results[1] == ("ValueError", "bad shard")
     assert results[0] == results[2] == ("RuntimeError", "stopped because rank 1 failed (its own message says why)")
+
+
+def test_a_verdict_is_the_same_on_all_ranks():
+    """Catches a stop, an end or an error that one rank keeps to itself, and ranks that train different steps."""
+    def body(rank, step, stop, abort, failing):
+        error = OSError("disk full") if rank == failing else None
+        try:
+            return step_verdict(dist.group.WORLD, step=step, stop=stop, abort=abort, error=error)
+        except (OSError, RuntimeError) as raised:
+            return f"{type(raised).__name__}: {raised}"
+
+    def bodies(rank):
+        return [body(rank, 7, False, False, None), body(rank, 7, rank == 1, False, None),
+                body(rank, 8, False, rank == 2, None), body(rank, 8, True, True, 1),
+                body(rank, 8 + (rank == 2), False, False, None)]
+
+    results = run_ranks(bodies, 3)
+    assert all(result[:3] == [(False, False), (True, False), (False, True)] for result in results)
+    elsewhere = "RuntimeError: stopped because rank 1 failed (its own message says why)"
+    assert [result[3] for result in results] == [elsewhere, "OSError: disk full", elsewhere]
+    assert all("from 8 to 9" in result[4] and f"this one at {8 + (rank == 2)}" in result[4]
+               for rank, result in enumerate(results))
 
 
 def test_a_pulse_outlasts_the_timeout_while_somebody_works_and_no_longer():

@@ -9,6 +9,7 @@ import math
 import shutil
 import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -679,6 +680,41 @@ def resume_on_three_ranks(path, run_dir, straight, curve) -> None:
         [second] = [line for line in curve if (line["step"], line["kind"]) == (2, "train")]
         for name in ("dmd/loss", "fake_score/loss", "student/grad_norm", "gan/discriminator_loss"):
             assert values[name] == pytest.approx(second[name], rel=1e-4), name
+
+
+def test_a_run_killed_while_a_save_is_in_flight_continues_from_the_one_before(tmp_path):
+    """Catches a half-written step that is resumed, a start that trips over it, and a write that reaches the new run."""
+    path = write_config(tmp_path, max_cycles=3, checkpoint={"every": 1}, **STORAGES["shared"])
+    held, real_write, real_cycle = threading.Event(), train_dmd.ckpt._write_shard, train_dmd.train_cycle
+
+    def write(shard, buffers):
+        if "step_00000002" in shard.parent.name:
+            held.wait(20)
+        return real_write(shard, buffers)
+
+    def cycle(run):
+        if run.cycle == 2:
+            raise RuntimeError("killed")
+        return real_cycle(run)
+
+    def body(job, world):
+        whole_run(job, world, "straight")
+        with replaced("_write_shard", write, train_dmd.ckpt), replaced("train_cycle", cycle):
+            with pytest.raises(RuntimeError, match="killed"):
+                whole_run(job, world, "killed")
+        names = {entry.name.split("-")[0] for entry in (tmp_path / "runs/killed/checkpoints").iterdir()}
+        torch.distributed.barrier()
+        held.set()  # the thread that is left over goes on while the new run saves
+        whole_run(job, world, "killed")
+        return names
+
+    assert live(path, 2, body) == [{"latest", "step_00000001", ".tmp"}] * 2
+    runs, end = tmp_path / "runs", "checkpoints/step_00000003"
+    assert lines_of(runs / "killed", "event")[-1]["message"].endswith("step_00000001")
+    assert same_tensors(*(saved_tensors(runs / name / end) for name in ("straight", "killed")))
+    assert lines_of(runs / "straight", "train") == lines_of(runs / "killed", "train")
+    assert {entry.name for entry in (runs / "killed/checkpoints").iterdir()} == {
+        "latest", "step_00000001", "step_00000002", "step_00000003"}
 
 
 def test_drift_is_refused_and_free_keys_are_free(tmp_path):

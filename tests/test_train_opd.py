@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 
 import pytest
@@ -15,8 +16,10 @@ import train_opd
 from distill_core import config as cfg
 from distill_core import teacher as teacher_module
 from distill_core.build import load_lm
+from distill_core.generate import sample_stream
 from distill_core.metrics import Metrics, read_jsonl
 from distill_core.run import StopRequest, open_run
+from distill_core.teacher import RemoteTeacher
 from distill_core.topology import make_groups
 
 CPU = torch.device("cpu")
@@ -49,12 +52,16 @@ def whole_run(path, num_ranks: int, overrides=()):
 def reference(path, overrides, samples) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
     """Loss, diagnostics and gradients of one step in float64 by autograd on dense logits, one sample at a time."""
     config = cfg.load(path, overrides)
-    student, teacher = (load_lm(p, torch.float64) for p in (config.student.path, config.teacher.path))
-    vocab = min(student.config.vocab_size, teacher.config.vocab_size)
+    student = load_lm(config.student.path, torch.float64)
+    teachers = [load_lm(teacher.path, torch.float64) for teacher in cfg.teachers_of(config)]
+    job = train_opd.prepare(config, 8, 8)
+    routes = {tuple(prompt.ids): job.route(prompt) for prompt in job.train}
+    vocab = min(model.config.vocab_size for model in (student, *teachers))
     temperature, k = config.rollout.temperature, config.loss.top_k
     names = ("student_mass", "teacher_mass", "overlap_ratio", "teacher_entropy", "student_entropy", "sampled_kl")
     total, count, sums = 0.0, 0, dict.fromkeys(names, 0.0)
     for sample in samples:
+        teacher = teachers[routes[tuple(sample.prompt)]]
         tokens, first = torch.tensor([sample.prompt + sample.tokens]), len(sample.prompt)
         place = slice(first - 1, tokens.shape[1] - 1)
         s = student.lm_head(student(tokens))[0, place, :vocab] / temperature
@@ -66,12 +73,23 @@ def reference(path, overrides, samples) -> tuple[float, dict[str, float], dict[s
         top_q, top_p = logq.gather(1, ids).log_softmax(-1), logp.gather(1, ids).log_softmax(-1)
         own_q, own_p = logq.gather(1, teacher_ids).log_softmax(-1), logp.gather(1, teacher_ids).log_softmax(-1)
         sampled = torch.tensor(sample.tokens)[:, None]
+        on_q, on_p = logq.gather(1, ids), logp.gather(1, ids)
+        tail_q, tail_p = (torch.log1p(-on.exp().sum(-1)) for on in (on_q, on_p))
+        mixed = (0.7 * top_p.exp() + 0.3 * top_q.exp()).log()
         losses = {
+            "generalized_kl_topk": (on_q.exp() * (on_q - on_p) - on_q.exp() + on_p.exp()).sum(-1),
+            "tail_bucket_kl_topk": (on_q.exp() * (on_q - on_p)).sum(-1) + tail_q.exp() * (tail_q - tail_p),
+            "reverse_kl_topk_unnormalized": (on_q.exp() * (on_q - on_p)).sum(-1),
+            "jsd_topk": (0.7 * top_p.exp() * (top_p - mixed) + 0.3 * top_q.exp() * (top_q - mixed)).sum(-1) / (0.7 * 0.3),
             "reverse_kl_topk": (top_q.exp() * (top_q - top_p)).sum(-1),
             "forward_kl_topk": (own_p.exp() * (own_p - own_q)).sum(-1),
             "reverse_kl_full": (logq.exp() * (logq - logp)).sum(-1), "forward_kl_full": (logp.exp() * (logp - logq)).sum(-1),
             "reverse_kl_sampled": -(logp - logq).gather(1, sampled)[:, 0].detach() * logq.gather(1, sampled)[:, 0]}
-        total, count = total + losses[config.loss.mode].sum(), count + len(sample.tokens)
+        entropy = -(logq.exp() * logq).sum(-1)
+        chosen = entropy.argsort(descending=True)[:math.ceil(config.loss.token_fraction * len(sample.tokens) - 1e-9)]
+        total, count = total + losses[config.loss.mode][chosen].sum(), count + len(chosen)
+        if config.loss.token_fraction < 1:
+            continue
         overlap = (ids[:, :, None] == teacher_ids[:, None, :]).any(-1)
         sums["student_mass"] += logq.gather(1, ids).exp().sum().item()
         sums["teacher_mass"] += logp.gather(1, ids).exp().sum().item()
@@ -87,28 +105,32 @@ def reference(path, overrides, samples) -> tuple[float, dict[str, float], dict[s
 def one_step(job, world):
     """The step's loss, metrics, this rank's samples, and gradients as the change of parameters under SGD with lr 1."""
     run = train_opd.build_student(job, world, logging.getLogger("test"))
-    run.teacher = train_opd.connect_teacher(job, world, job.config.teacher.path, job.teacher_lm)
+    run.teachers = train_opd.connect_teachers(job, world, probing=False)
     before = {name: whole(p).clone() for name, p in run.student.module.named_parameters()}
     run.student.optimizer = torch.optim.SGD(run.student.module.parameters(), lr=1.0)
     run.student.lr = lambda step: 1.0
-    samples, metrics = train_opd.sample_prompts(run), Metrics()
-    result, _ = train_opd.train_step(run, train_opd.make_batches(run, samples), metrics)
+    rollout, metrics = train_opd.roll(run), Metrics()
+    samples = rollout.samples[0]
+    result, _ = train_opd.train_step(run, rollout.batches[0], metrics)
     values = metrics.reduce(world.students_control)
     change = {name: before[name] - whole(p) for name, p in run.student.module.named_parameters()}
-    run.teacher.stop()
+    run.teachers.stop()
     return result, values, samples, change
 
 
 LAYOUTS = [(1, 0, 4000), (3, 1, 40), (4, 2, 30), (4, 0, 25)]  # ranks, teacher ranks, token budget
+MODES = ["reverse_kl_topk", "forward_kl_topk", "reverse_kl_full", "forward_kl_full", "reverse_kl_sampled"]
+MORE_MODES = ["generalized_kl_topk", "tail_bucket_kl_topk", "jsd_topk", "reverse_kl_topk_unnormalized"]
 
 
-@pytest.mark.parametrize("mode", ["reverse_kl_topk", "forward_kl_topk", "reverse_kl_full", "forward_kl_full", "reverse_kl_sampled"])
-@pytest.mark.parametrize("ranks, teacher_ranks, budget", LAYOUTS)
-def test_loss_diagnostics_and_gradients_equal_float64(tmp_path, mode, ranks, teacher_ranks, budget):
+@pytest.mark.parametrize("mode, layout", [*((mode, layout) for mode in MODES for layout in LAYOUTS),
+                                          *((mode, LAYOUTS[2]) for mode in MORE_MODES)])
+def test_loss_diagnostics_and_gradients_equal_float64(tmp_path, mode, layout):
     """Catches a shift by one, prompt or padding positions in the loss, means of means, a wrong temperature, wrong gradients
     under sharding, rows lost between ranks: everything that a training curve would not show."""
-    path = write_config(tmp_path, loss__mode=mode, topology__teacher_ranks=teacher_ranks, rollout__temperature=0.8,
-                        train__micro_batch_tokens=budget, optim__max_grad_norm=1e9, probe__enabled=False,
+    ranks, teacher_ranks, budget = layout
+    path = write_config(tmp_path, loss__mode=mode, loss__jsd_beta=0.7, topology__teacher_ranks=teacher_ranks,
+                        rollout__temperature=0.8, train__micro_batch_tokens=budget, optim__max_grad_norm=1e9, probe__enabled=False,
                         rollout__stop_ids=list(range(0, 257, 4)), train__prompts_per_step=4,
                         rollout__samples_per_prompt=2)
     write_lm(tmp_path / "wide_teacher", seed=2, vocab_size=VOCAB + 9, tie_word_embeddings=False)
@@ -129,18 +151,184 @@ def test_loss_diagnostics_and_gradients_equal_float64(tmp_path, mode, ranks, tea
             assert values["logprob_gap"] < 1e-5
 
 
+def check_step(path, ranks: int, overrides=()):
+    """One step on `ranks` ranks against the float64 reference; the metrics of the ranks."""
+    results = [r for r in live(path, ranks, one_step, overrides) if r is not None]
+    loss, _, gradients = reference(path, overrides, [sample for result in results for sample in result[2]])
+    for result, _, _, change in results:
+        assert result.loss == pytest.approx(loss, abs=1e-5)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(change[name].double(), gradient, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}")
+    return [values for _, values, _, _ in results]
+
+
+STEP = {"optim__max_grad_norm": 1e9, "probe__enabled": False, "rollout__stop_ids": list(range(0, 257, 4)),
+        "train__prompts_per_step": 4, "rollout__samples_per_prompt": 2}
+
+
+@pytest.mark.parametrize("ranks, teacher_ranks", [(3, 1), (2, 0)])
+def test_a_step_that_never_sees_the_vocabulary_is_the_same_step(tmp_path, ranks, teacher_ranks):
+    """Catches a sparse path (no masses wanted) with other values than the one that goes through the vocabulary."""
+    path = write_config(tmp_path, topology__teacher_ranks=teacher_ranks, metrics__mass_every=0, **STEP)
+    for values in check_step(path, ranks):
+        assert {"student_mass", "student_entropy", "logprob_gap"} < set(values) and "teacher_mass" not in values
+
+
+@pytest.mark.parametrize("ranks, teacher_ranks", [(4, 2), (2, 0)])
+@pytest.mark.parametrize("mode", ["reverse_kl_topk", "reverse_kl_full"])
+def test_selected_tokens_equal_masking_the_others(tmp_path, ranks, teacher_ranks, mode):
+    """Catches positions chosen over the batch, a mean over all tokens, teacher values of other positions."""
+    path = write_config(tmp_path, topology__teacher_ranks=teacher_ranks, loss__token_fraction=0.4, loss__mode=mode, **STEP)
+    check_step(path, ranks)
+
+
+@pytest.mark.parametrize("teacher_ranks", [(1, 2), (0, 1), (0, 0)])
+@pytest.mark.parametrize("mode", ["reverse_kl_topk", "reverse_kl_full"])
+def test_several_teachers_each_score_their_own_samples(tmp_path, teacher_ranks, mode):
+    """Catches samples scored by the wrong teacher, mixed batches put together wrongly, and one teacher's metrics under
+    another's name."""
+    path = several(tmp_path, teacher_ranks, loss__mode=mode, metrics__mass_every=1, **STEP)
+    for values in check_step(path, 2 + sum(teacher_ranks)):
+        for name in ("teacher_mass", "overlap_ratio", "teacher_entropy"):
+            assert values[f"{name}/one"] != values[f"{name}/two"]
+            low, high = sorted([values[f"{name}/one"], values[f"{name}/two"]])
+            assert low < values[name] < high, "the overall mean lies between the teachers'"
+
+
+def several(tmp_path, teacher_ranks, **changes):
+    """A config of two teachers of different hidden sizes; prompts alternate between them."""
+    path = write_config(tmp_path, **changes)
+    write_lm(tmp_path / "wide", seed=7, hidden_size=48, vocab_size=VOCAB + 9, tie_word_embeddings=False)
+    for file in ("train.jsonl", "eval.jsonl"):
+        rows = [json.loads(line) | {"teacher": ("one", "two")[i % 2]}
+                for i, line in enumerate((tmp_path / file).read_text().splitlines())]
+        (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = json.loads(path.read_text())
+    del tree["teacher"]
+    tree["teachers"] = [{"name": name, "path": str(tmp_path / folder), "ranks": ranks, "chunk_size": 7}
+                        for name, folder, ranks in zip(("one", "two"), ("teacher", "wide"), teacher_ranks)]
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def test_a_run_with_several_teachers(tmp_path):
+    """Catches a probe, an evaluation, a checkpoint or a resume that knows one teacher only, and a prompt without a route."""
+    path = several(tmp_path, (1, 0))
+    whole_run(path, 3, ["name=straight"])
+    whole_run(path, 3, ["name=split", "max_steps=3"])
+    whole_run(path, 3, ["name=split"])
+    straight, split = (curve(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("straight", "split"))
+    assert straight == split and (tmp_path / "runs/split/DONE").exists()
+    evals = [line for line in read_jsonl(tmp_path / "runs/split/metrics.jsonl") if line["kind"] == "eval"]
+    assert {"eval/reverse_kl_full/one", "eval/reverse_kl_full/two"} < set(evals[0])
+    write_prompts(tmp_path / "train.jsonl", 40)
+    with pytest.raises(ValueError, match="train.jsonl:1: has no `teacher` key"):
+        train_opd.prepare(cfg.load(path), 3, 3)
+
+
+# --- sampling ahead, several updates, shared counter ----------------------------------------------------------------
+
+@pytest.mark.parametrize("teacher_ranks", [1, 0])
+def test_scoring_while_sampling_equals_scoring_afterwards(tmp_path, monkeypatch, teacher_ranks):
+    """Catches results that depend on when a request arrives: bit for bit the same curve and weights."""
+    path = write_config(tmp_path, topology__teacher_ranks=teacher_ranks, max_steps=4, train__prompts_per_step=16)
+    whole_run(path, 2 + teacher_ranks, ["name=overlapped"])
+    monkeypatch.setattr(train_opd, "sample_stream", lambda *args, **settings: list(sample_stream(*args, **settings)))
+    whole_run(path, 2 + teacher_ranks, ["name=sequential"])
+    assert curve(tmp_path / "runs/overlapped/metrics.jsonl") == curve(tmp_path / "runs/sequential/metrics.jsonl")
+    a, b = (weights_of(tmp_path / f"runs/{name}/checkpoints/step_00000004") for name in ("overlapped", "sequential"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_requests_go_out_while_others_still_decode(tmp_path):
+    """Catches an overlap in name only: the first answer must be there before the last sample is."""
+    path = write_config(tmp_path, topology__teacher_ranks=1, train__prompts_per_step=24, rollout__max_new_tokens=40)
+
+    def on_student(job, world):
+        run = train_opd.build_student(job, world, logging.getLogger("test"))
+        run.teachers, seen, original = train_opd.connect_teachers(job, world, probing=False), [], train_opd.sample_stream
+
+        def spy(*args, **settings):
+            for item in original(*args, **settings):
+                seen.append(sum(not handle.reply is None for handle in handles))
+                yield item
+
+        handles, request = [], RemoteTeacher.request
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(train_opd, "sample_stream", spy)
+        monkey.setattr(RemoteTeacher, "request", lambda self, r: handles.append(request(self, r)) or handles[-1])
+        rollout = train_opd.roll(run)
+        train_opd.train_step(run, rollout.batches[0], Metrics())
+        run.teachers.stop()
+        return seen[-1], len(handles)
+
+    [(early, total)] = [found for found in live(path, 2, on_student, ["probe.enabled=false"]) if found]
+    assert 0 < early <= total
+
+
+@pytest.mark.parametrize("options", [["rollout.updates_per_rollout=2"], ["rollout.async_depth=1"],
+                                     ["rollout.async_depth=1", "rollout.updates_per_rollout=2", "loss.importance_clip=2"]])
+def test_older_samples_run_resume_and_say_so(tmp_path, options):
+    """Catches a stale rollout that is lost or trained twice at a checkpoint, and staleness that is not measured."""
+    half = 4 if len(options) > 1 else 2
+    path = write_config(tmp_path, topology__teacher_ranks=1, max_steps=2 * half, checkpoint__every=half, eval__every=half)
+    whole_run(path, 3, ["name=straight", *options])
+    whole_run(path, 3, ["name=split", f"max_steps={half}", *options])
+    whole_run(path, 3, ["name=split", *options])
+    straight, split = (curve(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("straight", "split"))
+    assert straight == split and [row[0] for row in straight if row[1] == "train"] == list(range(1, 2 * half + 1))
+    stale = [line["staleness"] for line in read_jsonl(tmp_path / "runs/split/metrics.jsonl") if line["kind"] == "train"]
+    assert stale == ([0, 1, 2, 3] * 2 if len(options) > 1 else [0, 1] * 2)
+    gaps = [line["logprob_gap"] for line in read_jsonl(tmp_path / "runs/split/metrics.jsonl") if line["kind"] == "train"]
+    assert all((gap > 1e-4) == (age > 0) for gap, age in zip(gaps, stale)), "weights that are newer give other log-probs"
+
+
+def test_a_stop_with_samples_ahead_trains_on_them_first(tmp_path):
+    """Catches prompts that are drawn and then lost, or a stop that waits for ever."""
+    path = write_config(tmp_path, topology__teacher_ranks=1, rollout__async_depth=1, checkpoint__every=0)
+
+    def on_student(job, world):
+        log = open_run(job.run_dir, cfg.to_yaml(job.config), world.rank)
+        log.handlers = []
+        (job.run_dir / "STOP").touch()
+        train_opd.train(job, world, log, StopRequest(job.run_dir))
+
+    live(path, 2, on_student)
+    assert (tmp_path / "runs/tiny/checkpoints/step_00000002").is_dir() and (tmp_path / "runs/tiny/PREEMPTED").exists()
+    whole_run(path, 2)
+    assert [row[0] for row in curve(tmp_path / "runs/tiny/metrics.jsonl") if row[1] == "train"] == list(range(1, 7))
+
+
+def test_importance_weights_are_those_of_the_sampled_tokens(tmp_path):
+    """Catches weights of other tokens or with a gradient: on-policy they are 1, and change nothing."""
+    for name, options in (("plain", []), ("weighted", ["loss.importance_clip=3"])):
+        whole_run(write_config(tmp_path, topology__teacher_ranks=0, max_steps=2), 1, [f"name={name}", *options])
+    plain, weighted = (curve(tmp_path / f"runs/{name}/metrics.jsonl", ("loss", "grad_norm")) for name in ("plain", "weighted"))
+    for a, b in zip(plain, weighted, strict=True):
+        assert a[:2] == b[:2] and (a[2] is None or b[2:] == pytest.approx(a[2:], rel=1e-4))
+
+
+def test_a_shared_counter_samples_every_prompt_once(tmp_path):
+    """Catches prompts lost between ranks, and samples that depend on the rank that draws them."""
+    path = write_config(tmp_path, topology__teacher_ranks=0, rollout__balance="shared_counter", **STEP)
+    values = check_step(path, 3)
+    static = check_step(write_config(tmp_path, topology__teacher_ranks=0, **STEP), 3)
+    for name in ("tokens", "student_mass", "student_entropy"):
+        assert values[0][name] == pytest.approx(static[0][name], rel=1e-6)
+
+
 # --- probe ----------------------------------------------------------------------------------------------------------
 
 def run_probe(path, ranks: int, plant=None):
     def on_student(job, world):
         run = train_opd.build_student(job, world, logging.getLogger("test"))
-        run.teacher = train_opd.connect_teacher(job, world, job.config.student.path, job.student_lm)
+        run.teachers = train_opd.connect_teachers(job, world, probing=True)
         try:
             found = train_opd.probe(run)
         except ValueError as error:
             found = str(error)
-        run.teacher.stop()
-        train_opd.connect_teacher(job, world, job.config.teacher.path, job.teacher_lm).stop()
+        run.teachers.stop()
+        train_opd.connect_teachers(job, world, probing=False).stop()
         return found
 
     return [found for found in live(path, ranks, on_student) if found is not None]
@@ -249,7 +437,7 @@ def test_a_swapped_teacher_is_refused(tmp_path):
 
 
 FREE = {"name", "run_root", "max_steps", "device", "student.path", "student.activation_checkpointing", "teacher.path",
-        "teacher.name", "teacher.chunk_size", "teacher.param_offload", "topology.world_size", "topology.teacher_ranks",
+        "teacher.name", "teacher.ranks", "rollout.balance", "teacher.chunk_size", "teacher.param_offload", "topology.world_size", "topology.teacher_ranks",
         "topology.timeout_s", "data.train", "data.eval", "rollout.batch_size", "loss.chunk_size",
         "train.micro_batch_tokens"}
 
@@ -381,7 +569,7 @@ def test_evaluation_uses_its_own_sampling_and_fresh_randomness(tmp_path, monkeyp
 
     def on_student(job, world):
         run = train_opd.build_student(job, world, logging.getLogger("test"))
-        run.teacher = train_opd.connect_teacher(job, world, job.config.teacher.path, job.teacher_lm)
+        run.teachers = train_opd.connect_teachers(job, world, probing=False)
         job.run_dir.mkdir(parents=True)
         monkeypatch.setattr(train_opd, "generate", spy)
         for run.step in (0, 3):

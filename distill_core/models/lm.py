@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -243,46 +243,45 @@ def rotate(x_BHTE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # --- key/value cache ------------------------------------------------------------------------------------------------
 
 class KVCache:
-    """Static cache of L layers: k, v [L, B, G, S, E] and the number of valid positions of each row.
+    """Static cache of L layers: k, v [L, B, G, S, E] and the number of valid positions of each row, written in place.
 
-    A right-padded prefill fills positions 0..T-1 of every row; the caller then sets `lengths_B` to the true prompt
-    lengths, so that decoding overwrites the padding. `span` bounds all lengths and lives on the host: attention reads
-    only that far.
+    A right-padded prefill of empty rows fills positions 0..T-1; the caller then sets `lengths_B` to the true prompt
+    lengths, so that decoding overwrites the padding. A forward of one token a row appends it; the caller then counts it
+    in `lengths_B`. Attention reads all S positions: decode through a `window` that is just as long as the rows are.
     """
 
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.k, self.v = k, v
-        self.lengths_B = torch.zeros(k.shape[1], dtype=torch.long, device=k.device)
-        self.span = 0
+    def __init__(self, k: Tensor, v: Tensor, lengths_B: Tensor) -> None:
+        self.k, self.v, self.lengths_B = k, v, lengths_B
+
+    def window(self, num_rows: int, span: int) -> KVCache:
+        """The first rows and positions, in the same memory."""
+        return KVCache(self.k[:, :num_rows, :, :span], self.v[:, :num_rows, :, :span], self.lengths_B[:num_rows])
+
+    def put(self, row: int, source: KVCache, source_row: int, length: int) -> None:
+        """Copy the first `length` positions of a row of `source`, which may be this cache."""
+        self.k[:, row, :, :length] = source.k[:, source_row, :, :length]
+        self.v[:, row, :, :length] = source.v[:, source_row, :, :length]
+        self.lengths_B[row] = length
 
     def positions(self, num_new: int) -> Tensor:
         """[B, T] positions of the next `num_new` tokens of each row."""
-        assert num_new == 1 or self.span == 0, "only a prefill takes more than one token a row"
         return self.lengths_B[:, None] + torch.arange(num_new, device=self.k.device)
 
-    def update(self, layer: int, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store new keys and values; returns what the queries attend to, and the mask (None: causal prefill)."""
+    def mask(self) -> Tensor:
+        """[B, 1, 1, S], added to the scores of one new token a row: minus infinity beyond the token itself."""
+        unseen_BS = torch.arange(self.k.shape[3], device=self.k.device) > self.lengths_B[:, None]
+        return torch.zeros_like(unseen_BS, dtype=self.k.dtype).masked_fill_(unseen_BS, -math.inf)[:, None, None]
+
+    def update(self, layer: int, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values; returns what the queries attend to."""
         num_new = k_BGTE.shape[2]
-        if self.span == 0:
+        if num_new > 1:
             self.k[layer, :, :, :num_new], self.v[layer, :, :, :num_new] = k_BGTE, v_BGTE
-            return k_BGTE, v_BGTE, None
+            return k_BGTE, v_BGTE
         rows_B = torch.arange(k_BGTE.shape[0], device=k_BGTE.device)
         self.k[layer, rows_B, :, self.lengths_B] = k_BGTE[:, :, 0]
         self.v[layer, rows_B, :, self.lengths_B] = v_BGTE[:, :, 0]
-        span = self.span + 1
-        mask_B11S = (torch.arange(span, device=k_BGTE.device) <= self.lengths_B[:, None])[:, None, None]
-        return self.k[layer, :, :, :span], self.v[layer, :, :, :span], mask_B11S
-
-    def advance(self, lengths_B: Tensor | None, span: int) -> None:
-        """After a forward: the new lengths (None: each row grew by one) and their host-side bound."""
-        self.lengths_B = self.lengths_B + 1 if lengths_B is None else lengths_B
-        self.span = span
-
-    def select(self, rows_B: Tensor) -> "KVCache":
-        """A cache of these rows, repeats allowed: finished rows leave, n samples share one prefill."""
-        chosen = KVCache(self.k[:, rows_B], self.v[:, rows_B])
-        chosen.advance(self.lengths_B[rows_B], self.span)
-        return chosen
+        return self.k[layer], self.v[layer]
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------
@@ -299,6 +298,34 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+class Fused(NamedTuple):
+    """Weights and biases of linear layers of one input, one after another in one memory."""
+
+    weight: Tensor
+    bias: Tensor | None
+    sizes: list[int]
+
+
+def fuse(*linears: nn.Linear) -> Fused:
+    """Move the layers into one memory: their parameters keep their names and become views of it."""
+    sizes = [linear.out_features for linear in linears]
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
+    for linear, part in zip(linears, weight.split(sizes)):
+        linear.weight = nn.Parameter(part, requires_grad=False)
+    for linear, part in zip(linears, () if bias is None else bias.split(sizes)):
+        linear.bias = nn.Parameter(part, requires_grad=False)
+    return Fused(weight, bias, sizes)
+
+
+def project(x: Tensor, fused: Fused | None, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """What each layer makes of x: by one product where they are fused."""
+    if fused is None:
+        return tuple(linear(x) for linear in linears)
+    assert fused.weight.data_ptr() == linears[0].weight.data_ptr(), "the model was moved or cast: fuse it again"
+    return F.linear(x, fused.weight, fused.bias).split(fused.sizes, dim=-1)
+
+
 class Attention(nn.Module):
     def __init__(self, config: LMConfig, layer: int) -> None:
         super().__init__()
@@ -310,15 +337,16 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.qkv: Fused | None = None
 
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         split = (x_BTD.shape[0], x_BTD.shape[1], -1, self.head_dim)
-        q_BHTE = rotate(self.q_norm(self.q_proj(x_BTD).view(split)).transpose(1, 2), cos, sin)
-        k_BGTE = rotate(self.k_norm(self.k_proj(x_BTD).view(split)).transpose(1, 2), cos, sin)
-        v_BGTE = self.v_proj(x_BTD).view(split).transpose(1, 2)
-        mask = None
+        q, k, v = project(x_BTD, self.qkv, self.q_proj, self.k_proj, self.v_proj)
+        q_BHTE = rotate(self.q_norm(q.view(split)).transpose(1, 2), cos, sin)
+        k_BGTE = rotate(self.k_norm(k.view(split)).transpose(1, 2), cos, sin)
+        v_BGTE = v.view(split).transpose(1, 2)
         if cache is not None:
-            k_BGTE, v_BGTE, mask = cache.update(self.layer, k_BGTE, v_BGTE)
+            k_BGTE, v_BGTE = cache.update(self.layer, k_BGTE, v_BGTE)
         out_BHTE = attend_causal(q_BHTE, k_BGTE, v_BGTE) if mask is None else attend_one(q_BHTE, k_BGTE, v_BGTE, mask)
         return self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
 
@@ -343,9 +371,11 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up: Fused | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        gate, up = project(x_BTD, self.gate_up, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -356,13 +386,15 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, recompute: bool) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, mask: Tensor | None,
+                recompute: bool) -> Tensor:
         if recompute:  # inside the module, so that FSDP2's hooks stay outside of the recomputation
-            return checkpoint(self.layer_forward, x_BTD, cos, sin, None, use_reentrant=False)
-        return self.layer_forward(x_BTD, cos, sin, cache)
+            return checkpoint(self.layer_forward, x_BTD, cos, sin, None, None, use_reentrant=False)
+        return self.layer_forward(x_BTD, cos, sin, cache, mask)
 
-    def layer_forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin, cache)
+    def layer_forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None,
+                      mask: Tensor | None) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos, sin, cache, mask)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
@@ -398,7 +430,7 @@ class CausalLM(nn.Module):
     def forward(self, tokens_BT: Tensor, cache: KVCache | None = None, *, recompute: bool = False) -> Tensor:
         """Hidden states [B, T, D] after the final norm.
 
-        tokens_BT: right-padded ids. cache: filled by this call; the caller then calls `cache.advance`.
+        tokens_BT: right-padded ids. cache: filled by this call; the caller then updates `cache.lengths_B`.
         recompute: activation checkpointing, for training without a cache.
         """
         assert cache is None or not recompute, "activation checkpointing is for training, a cache is for sampling"
@@ -407,8 +439,9 @@ class CausalLM(nn.Module):
         positions_BT = every_row if cache is None else cache.positions(num_new)
         x_BTD = self.model.embed_tokens(tokens_BT)
         cos, sin = rope_tables(self.config, positions_BT, x_BTD.dtype)
+        mask = None if cache is None or num_new > 1 else cache.mask()
         for layer in self.model.layers:
-            x_BTD = layer(x_BTD, cos, sin, cache, recompute)
+            x_BTD = layer(x_BTD, cos, sin, cache, mask, recompute)
         return self.model.norm(x_BTD)
 
     def make_cache(self, batch: int, length: int) -> KVCache:
@@ -418,7 +451,17 @@ class CausalLM(nn.Module):
         """
         weight = self.model.norm.weight
         shape = (self.config.num_layers, batch, self.config.num_kv_heads, length, self.config.head_dim)
-        return KVCache(weight.new_zeros(shape), weight.new_zeros(shape))
+        lengths_B = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        return KVCache(weight.new_zeros(shape), weight.new_zeros(shape), lengths_B)
+
+    def fuse(self) -> CausalLM:
+        """One product each for q, k, v and for gate, up. For a frozen, plain model: parameters keep their names and are
+        filled in place; to move or cast the model, do so before."""
+        for layer in self.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            attention.qkv = fuse(attention.q_proj, attention.k_proj, attention.v_proj)
+            mlp.gate_up = fuse(mlp.gate_proj, mlp.up_proj)
+        return self
 
     def fsdp_units(self) -> list[list[nn.Module]]:
         """Modules to shard together, innermost first; what is in none of them (the final norm) is the root's."""

@@ -14,20 +14,18 @@ import argparse
 import copy
 import json
 import logging
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences the profiler, before it is loaded
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from timing import Row, peak_extra_bytes, print_rows, turns_s  # before torch: silences the profiler
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 
 import train_dmd
 from distill_core import config as cfg
@@ -114,43 +112,37 @@ def straight(job: train_dmd.Job) -> Callable[[], None]:
     return cycle
 
 
-def bench_time(job: train_dmd.Job, world: World, rounds: int) -> None:
+def bench_time(job: train_dmd.Job, world: World, rounds: int) -> list[Row]:
     run = train_dmd.build_run(job, world, logging.getLogger("bench"))
-    sides, best = [straight(job), lambda: train_dmd.train_cycle(run)], [[], []]
-    for _ in range(rounds + 1):
-        for side, seconds in zip(sides, best):
-            started = time.perf_counter()
-            side()
-            seconds.append(time.perf_counter() - started)
-    plain_s, ours_s = (min(seconds[1:]) for seconds in best)
-    ratios = sorted(ours / plain for plain, ours in zip(*(seconds[1:] for seconds in best)))
-    print(f"one cycle, {sum(p.numel() for p in run.roles['student'].module.parameters()) / 1e6:.1f}M parameters, batch "
-          f"{BATCH}, 1:{RATIO}, {STEPS} steps")
-    print(f"  time            {ours_s / plain_s:6.3f} x   [median of pairs {ratios[len(ratios) // 2]:.3f}]   "
-          f"{ours_s:.3f} s / {plain_s:.3f} s   (reach 1.05)")
+    plain, ours = turns_s([straight(job), lambda: train_dmd.train_cycle(run)], rounds)
+    pairs = sorted(second / first for first, second in zip(plain, ours))
+    size = sum(p.numel() for p in run.roles["student"].module.parameters()) / 1e6
+    return [Row(f"DMD cycle: time, {size:.1f}M parameters, batch {BATCH}, 1:{RATIO}, {STEPS} steps",
+                "straight torch without the runtime", min(ours) / min(plain),
+                f"{min(ours):.3f} s / {min(plain):.3f} s; median of pairs {pairs[len(pairs) // 2]:.3f}", "<= 1.05")]
 
 
-def peak_bytes(job: train_dmd.Job, world: World) -> int:
-    """Highest sum of live CPU allocations over building the roles and a cycle."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        run = train_dmd.build_run(job, world, logging.getLogger("bench"))
-        train_dmd.train_cycle(run)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+def build_and_cycle(job: train_dmd.Job, world: World) -> train_dmd.Run:
+    run = train_dmd.build_run(job, world, logging.getLogger("bench"))
+    train_dmd.train_cycle(run)
+    return run
 
 
-def bench_memory(folder: Path, hidden: int, depth: int, world: World) -> None:
+def bench_memory(folder: Path, hidden: int, depth: int, world: World) -> list[Row]:
     small = ("dmd.student_micro_batch_size_per_gpu=4", "dmd.fake_score_micro_batch_size_per_gpu=4",
              "dmd.activation_checkpointing=true")
-    four = peak_bytes(write_job(folder, hidden, depth, *small), world)
-    one = peak_bytes(write_job(folder, hidden, depth, *small, "dmd.role_storage=shared_base_adapters", "lora.rank=16"),
-                     world)
-    print("one cycle, peak memory: shared base with three adapters of rank 16 against student, teacher, fake and EMA")
-    print(f"  memory          {one / four:6.3f} x   {one / 1e6:.0f} MB / {four / 1e6:.0f} MB   (reach 0.45)")
+    shared = ("dmd.role_storage=shared_base_adapters", "lora.rank=16")
+    four, one = (peak_extra_bytes(lambda: build_and_cycle(write_job(folder, hidden, depth, *overrides), world))
+                 for overrides in (small, small + shared))
+    return [Row("DMD cycle: peak memory, one base with three adapters of rank 16", "student, teacher, fake and EMA",
+                one / four, f"{one / 1e6:.0f} MB / {four / 1e6:.0f} MB", "<= 0.45")]
+
+
+def bench(hidden: int, depth: int, rounds: int) -> list[Row]:
+    with tempfile.TemporaryDirectory() as place:
+        world = start(plan_ranks(1, 1, []), torch.device("cpu"), 60)
+        return (bench_time(write_job(Path(place), hidden, depth), world, rounds)
+                + bench_memory(Path(place), hidden, depth, world))
 
 
 if __name__ == "__main__":
@@ -160,7 +152,4 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    with tempfile.TemporaryDirectory() as place:
-        bench_world = start(plan_ranks(1, 1, []), torch.device("cpu"), 60)
-        bench_time(write_job(Path(place), args.hidden, args.depth), bench_world, args.rounds)
-        bench_memory(Path(place), args.hidden, args.depth, bench_world)
+    print_rows(bench(args.hidden, args.depth, args.rounds))

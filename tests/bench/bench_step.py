@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples/s of a whole OPD step (sampling, teacher, loss, backward, AdamW) against TRL's DistillationTrainer.
+
+    python tests/bench/bench_step.py .cache/smollm2 --trl-python OTHER_VENV/bin/python          # about 3 minutes
+    python tests/bench/bench_step.py .cache/smollm2 --prompts 4 --new-tokens 8 --rounds 1       # for a look
+
+Both sides sample from the same student at temperature 1, get the same chat prompts in every step, responses of the same
+length (no end of text), compute in fp32, use all cores, and take turns step by step; the fastest step of each counts.
+Ours runs twice: in one process with the teacher inline, and as one student and one teacher rank that share the threads.
+A step in ten looks at the teacher's whole vocabulary (metrics.mass_every), which is counted with a tenth of its time.
+TRL's settings: trl_steps.py. The losses differ as the two programs do: ours looks at 16 ids, TRL's at the vocabulary.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+
+from timing import Row, print_rows
+
+import torch
+from ranks import run_ranks
+
+import train_opd
+from distill_core import config as cfg
+from distill_core.topology import make_groups
+
+PROMPTS = HERE.parent / "real_model/prompts_train.jsonl"
+RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # of our job, not of the peer's
+
+
+class Peer:
+    """TRL in a process of its own, which makes one step when asked to."""
+
+    def __init__(self, python: str, arguments: list[str], threads: int) -> None:
+        alone = {name: value for name, value in os.environ.items() if name not in RANK_NAMES}
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [python, str(HERE / "trl_steps.py"), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stderr=self.errors, env=alone | {"OMP_NUM_THREADS": str(threads)})
+
+    def step(self) -> tuple[float, int]:
+        """Seconds, and tokens of all its steps so far."""
+        print(file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline().split()
+        if not answer:
+            self.errors.seek(0)
+            raise RuntimeError(f"TRL has ended: {self.errors.read()[-2000:]}")
+        return float(answer[0]), int(answer[1])
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def write_job(folder: Path, models: Path, *, num_prompts: int, new_tokens: int, num_ranks: int, rounds: int) -> Path:
+    """mass_every: the first step, which is not measured, and the last one look at the whole vocabulary."""
+    (folder / "prompts.jsonl").write_text("".join(PROMPTS.read_text().splitlines(keepends=True)[:num_prompts]))
+    tree = {"job": "opd", "name": "bench", "run_root": str(folder / "runs"), "max_steps": 1000, "device": "cpu",
+            "student": {"path": str(models / "student")}, "teacher": {"path": str(models / "teacher")},
+            "topology": {"teacher_ranks": num_ranks - 1}, "data": {"train": str(folder / "prompts.jsonl")},
+            "rollout": {"max_new_tokens": new_tokens, "batch_size": num_prompts, "stop_ids": []},
+            "train": {"prompts_per_step": num_prompts, "micro_batch_tokens": 1024}, "eval": {"every": 0},
+            "metrics": {"mass_every": rounds + 1}, "probe": {"enabled": False}}
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def match(rank: int, path: Path, num_ranks: int, threads: int, rounds: int, trl: str | None) -> dict[str, float] | None:
+    """Fastest seconds of "plain", "mass" (one step) and "trl" on the student's rank; None on the teacher's."""
+    torch.set_num_threads(max(threads // num_ranks, 1))
+    job = train_opd.prepare(cfg.load(path), num_ranks, num_ranks)
+    world = make_groups(job.plan, torch.device("cpu"), job.config.topology.timeout_s)
+    if not world.is_student:
+        return train_opd.serve_teacher(job, world)
+    run = train_opd.build_student(job, world, logging.getLogger("bench"))
+    run.teachers = train_opd.connect_teachers(job, world, probing=False)
+    config = job.config
+    peer = trl and Peer(trl, [config.student.path, config.teacher.path, config.data.train[0],
+                              str(config.rollout.max_new_tokens)], threads)
+    ours, theirs = take_turns(run, peer, rounds)
+    run.teachers.stop()
+    if peer:
+        peer.close()
+    return {"plain": min(ours[1:-1]), "mass": ours[-1], "trl": min(theirs[1:], default=float("nan"))}
+
+
+def take_turns(run: train_opd.Run, peer: Peer | None, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of the steps; the first of each is a warm-up, after the last of ours the peer has no turn."""
+    ours, theirs = [], []
+    expected = sum(len(prompt.ids) + run.job.config.rollout.max_new_tokens for prompt in run.job.train)
+    for turn in range(rounds + 2):
+        began = time.perf_counter()
+        train_opd.step_once(run, train_opd.roll(run), 0)
+        ours.append(time.perf_counter() - began)
+        if peer and turn <= rounds:
+            seconds, seen = peer.step()
+            assert seen == expected * (turn + 1), f"TRL has seen {seen} tokens, we {expected * (turn + 1)}"
+            theirs.append(seconds)
+    return ours, theirs
+
+
+def bench(models: Path, *, num_prompts: int, new_tokens: int, rounds: int, threads: int, trl: str | None) -> list[Row]:
+    rows = []
+    for num_ranks, name in ((1, "inline teacher"), (2, "one student and one teacher rank")):
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_job(Path(folder), models, num_prompts=num_prompts, new_tokens=new_tokens,
+                             num_ranks=num_ranks, rounds=rounds)
+            values = run_ranks(partial(match, path=path, num_ranks=num_ranks, threads=threads, rounds=rounds, trl=trl),
+                               num_ranks, timeout_s=600)[0]
+        ours_s = 0.9 * values["plain"] + 0.1 * values["mass"]
+        measured = (f"{num_prompts / ours_s:.2f} samples/s ({values['plain']:.2f} s a step, {values['mass']:.2f} s with "
+                    "masses)" + (f" / {num_prompts / values['trl']:.2f} samples/s ({values['trl']:.2f} s)" if trl else
+                                 "; TRL is not installed"))
+        rows.append(Row(f"whole OPD step, SmolLM2-135M, {num_prompts} prompts x {new_tokens} tokens, fp32, {threads} "
+                        f"threads: {name}", "TRL DistillationTrainer", values["trl"] / ours_s if trl else None, measured,
+                        ">= 2.0"))
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", type=Path, help="folder with student/ and teacher/, of real_model/make_smollm2.py")
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL (default: TRL is left out)")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    print_rows(bench(args.models.resolve(), num_prompts=args.prompts, new_tokens=args.new_tokens, rounds=args.rounds,
+                     threads=args.threads, trl=args.trl_python))
