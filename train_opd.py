@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from distill_core import checkpoint as ckpt
 from distill_core import config as cfg
 from distill_core.build import (build_head, build_lm, build_replica, check_folder, common_vocab, load_progress,
-                                memory_plan, shard_meta)
+                                largest_batch, memory_plan, shard_meta)
 from distill_core.data import Prompt, answer_matches, batch_at, load_tokenizer, read_prompts
 from distill_core.fsdp import gather_into, local_bytes, num_parameters
-from distill_core.generate import Sample, generate, sample_stream
+from distill_core.generate import Engine, Sample
 from distill_core.losses_kl import (forward_kl_full, forward_kl_topk, generalized_kl_topk, importance_weight, jsd_topk,
                                     reverse_kl_full, reverse_kl_sampled, reverse_kl_topk, reverse_kl_topk_unnormalized,
                                     tail_bucket_kl_topk)
@@ -51,13 +51,15 @@ from distill_core.report import write_report
 from distill_core.role import (PhaseLoss, PhaseResult, Role, adamw, restore_role, role_state, role_tensors,
                                run_phase)
 from distill_core.rollout import MicroBatch, Packer, Row, claim, collate, deal, plan_batches, record_batch, record_samples
-from distill_core.run import StopRequest, check_run_dir, lock_run, mark, open_run, parse_args, report_failure
+from distill_core.run import (StopRequest, Where, check_run_dir, lock_run, mark, open_run, parse_args, tell_failure,
+                              used_by_another_job)
 from distill_core.safetensors_io import open_folder, weights_digest
 from distill_core.teacher import (Handle, InlineTeacher, Links, RemoteTeacher, Reply, Request, Shape, Teachers,
                                   serve)
 from distill_core.topk_logprobs import head_logprobs, sparse_head_logits
 from distill_core.topology import (Pulse, RankPlan, World, agree_equal, agree_max, device_memory, env_rank,
-                                   make_groups, peak_memory, pick_device, plan_ranks, shared_counter, start, stop)
+                                   make_groups, peak_memory, pick_device, plan_ranks, shared_counter, start,
+                                   step_verdict, stop)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Losses on the whole-vocabulary probabilities of single tokens.
@@ -65,6 +67,8 @@ WHOLE_VOCABULARY = ("generalized_kl_topk", "tail_bucket_kl_topk", "reverse_kl_to
                     "reverse_kl_sampled")
 PROBE_TOKENS = 16
 MAX_PROBE_TILT = 0.02
+MEMORY_REMEDY = ("lower train.micro_batch_tokens, rollout.batch_size or the chunk sizes, set "
+                 "student.activation_checkpointing=true, or start more ranks")
 
 # Keys that may change between a run and its resumption without changing what is computed.
 FREE_KEYS = ("name", "run_root", "max_steps", "device", "student.path", "student.activation_checkpointing",
@@ -203,28 +207,42 @@ def fingerprints(job: Job) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Teacher: ranks of its own, or inline
 
-def serve_teacher(job: Job, world: World) -> None:
+def serve_teacher(job: Job, world: World, stop_request: StopRequest | None = None,
+                  where: Where | None = None) -> None:
     """The whole life of a teacher rank."""
+    where, pulse = where or Where(world.rank), loading(world)
     index = job.plan.teacher_of(world.rank)
     teacher = job.teachers[index]
     # For the start-up probe it serves the student's own folder first.
     for folder in [job.config.student.path] * job.config.probe.enabled + [teacher.path]:
-        progress = load_progress(folder, prints=world.rank == job.plan.teachers[index][0])
+        where.phase = "load"
+        progress = load_progress(folder, prints=world.rank == job.plan.teachers[index][0], beat=pulse.beat)
         model = build_lm(folder, world.teacher_meshes[index], world.device, dtype=DTYPES[teacher.dtype],
                          trainable=False, offload=teacher.param_offload, progress=progress)
         shape = Shape(job.vocab_size, model.config.hidden_size, DTYPES[teacher.dtype])
-        serve(model, links_of(job, world, index), shape, chunk_size=teacher.chunk_size)
+        pulse.finish()
+        where.phase = "serve"
+        serve(model, links_of(job, world, index), shape, chunk_size=teacher.chunk_size,
+              stop_wanted=stop_request.wanted if stop_request else lambda: False)
         del model
         gc.collect()  # FSDP modules are reference cycles: without this the probe's weights stay beside the teacher's
 
 
+def loading(world: World) -> Pulse:
+    """A load may take longer than timeout_s: the other ranks, teachers and students, see that it goes on."""
+    return Pulse(world.control, world.timeout_s / 4)
+
+
 def connect_teachers(job: Job, world: World, *, probing: bool) -> Teachers:
     """The student ranks' side; `probing`: every teacher serves the student's own weights."""
-    return Teachers([connect_teacher(job, world, index, job.config.student.path if probing else teacher.path)
-                     for index, teacher in enumerate(job.teachers)])
+    pulse = loading(world)
+    teachers = Teachers([connect_teacher(job, world, index, job.config.student.path if probing else teacher.path, pulse)
+                         for index, teacher in enumerate(job.teachers)])
+    pulse.finish()
+    return teachers
 
 
-def connect_teacher(job: Job, world: World, index: int, folder: str) -> InlineTeacher | RemoteTeacher:
+def connect_teacher(job: Job, world: World, index: int, folder: str, pulse: Pulse) -> InlineTeacher | RemoteTeacher:
     teacher, temperature = job.teachers[index], job.config.rollout.temperature
     dtype = DTYPES[teacher.dtype]
     head = build_head(folder, world.student_mesh, world.device, dtype=dtype)
@@ -232,7 +250,8 @@ def connect_teacher(job: Job, world: World, index: int, folder: str) -> InlineTe
         shape = Shape(job.vocab_size, head.in_features, dtype)
         return RemoteTeacher(links_of(job, world, index), shape, head, temperature=temperature)
     model = build_lm(folder, world.student_mesh, world.device, dtype=dtype, trainable=False,
-                     offload=teacher.param_offload, progress=load_progress(folder, prints=world.rank == 0))
+                     offload=teacher.param_offload,
+                     progress=load_progress(folder, prints=world.rank == 0, beat=pulse.beat))
     return InlineTeacher(model, head, vocab_size=job.vocab_size, temperature=temperature, chunk_size=teacher.chunk_size)
 
 
@@ -251,6 +270,7 @@ class Run:
     log: logging.Logger
     student: Role
     replica: nn.Module  # plain copy of the student for sampling: no collective inside decode
+    engine: Engine  # samples from the replica
     teachers: Teachers | None = None
     step: int = 0  # attempts so far
     position: int = 0  # prompts drawn so far, over all ranks
@@ -258,6 +278,7 @@ class Run:
     evaluated: int = -1  # step of the last evaluation
     replicated: int = -1  # updates that the replica has seen
     alarms_on: set[str] = dataclasses.field(default_factory=set)  # each is told once, when it goes on
+    where: Where = dataclasses.field(default_factory=partial(Where, 0))  # in case this rank fails
 
     @property
     def index(self) -> int:
@@ -268,12 +289,12 @@ class Run:
         """What keeps the teachers and the ranks that finish early from taking a rank that samples for dead."""
         return Pulse(self.world.students_control, self.world.timeout_s / 4, self.teachers.progress)
 
-    def sampler(self) -> nn.Module:
-        """The replica with the student's present weights, in place; a collective where they have changed."""
+    def sampler(self) -> Engine:
+        """The engine, its replica refreshed in place: a collective where the student's weights have changed."""
         if self.replicated != self.student.successes:
             gather_into(self.student.module, self.replica)
             self.replicated = self.student.successes
-        return self.replica
+        return self.engine
 
     @property
     def roles(self) -> list[Role]:
@@ -286,13 +307,13 @@ def build_student(job: Job, world: World, log: logging.Logger) -> Run:
     config, optim = job.config, job.config.optim
     model = build_lm(config.student.path, world.student_mesh, world.device, dtype=torch.float32, trainable=True,
                      compute_dtype=DTYPES[config.student.dtype],
-                     progress=load_progress(config.student.path, prints=world.rank == 0))
+                     progress=load_progress(config.student.path, prints=world.rank == 0, beat=loading(world).beat))
     schedule = partial(lr_at, lr=optim.lr, schedule=optim.schedule, warmup_steps=optim.warmup_steps,
                        max_steps=config.max_steps, min_lr_frac=optim.min_lr_frac)
     student = Role("student", model, world.student_mesh.get_group(), world.students_control,
                    student_optimizer(config, model), schedule)
     replica = build_replica(job.student_lm, world.device, rollout_dtype(config), vocab_size=job.vocab_size)
-    return Run(job, world, log, student, replica)
+    return Run(job, world, log, student, replica, Engine(replica))
 
 
 def student_optimizer(config: cfg.OPDConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -327,7 +348,7 @@ class Rollout:
 
 def roll(run: Run) -> Rollout:
     """Sample from the next prompts; a micro-batch is scored as soon as it is full, while other rows still decode."""
-    config, began, pulse = run.job.config, time.monotonic(), run.pulse()
+    config, began, pulse, run.where.phase = run.job.config, time.monotonic(), run.pulse(), "rollout"
     size, num_updates = config.train.prompts_per_step, config.rollout.updates_per_rollout
     indices = batch_at(run.position, size * num_updates, len(run.job.train), config.seed)
     prompts, n = [run.job.train[index] for index in indices], config.rollout.samples_per_prompt
@@ -376,7 +397,7 @@ def start_sampling(run: Run, prompts: Sequence[Prompt], pulse: Pulse) -> Iterato
     if rollout.balance == "shared_counter":
         batch_size = min(batch_size, max(1, n * len(queue)))  # a larger one would take everything at once
         queue = claim(dealt, run.index, shared_counter(f"rollout {run.position}"))
-    return sample_stream(run.sampler(), ids, max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature,
+    return run.sampler().stream(ids, max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature,
                          top_p=rollout.top_p, top_k=rollout.top_k, stop_ids=run.job.stop_ids, n=n, seed=config.seed,
                          step=run.position // config.train.prompts_per_step,
                          sample_ids=range(run.position * n, (run.position + len(ids)) * n),
@@ -511,9 +532,9 @@ def probe_teacher(run: Run, index: int) -> str:
     """
     config, world = run.job.config, run.world
     prompts = [run.job.train[(2 * run.index + i) % len(run.job.train)].ids[:64] for i in range(2)]
-    samples = generate(run.sampler(), prompts, max_new_tokens=PROBE_TOKENS, temperature=config.rollout.temperature,
-                       sample_ids=[2 * run.index, 2 * run.index + 1], seed=config.seed,
-                       capture_top_k=config.loss.top_k)
+    samples = in_order(run.sampler().stream(
+        prompts, max_new_tokens=PROBE_TOKENS, temperature=config.rollout.temperature, seed=config.seed,
+        sample_ids=[2 * run.index, 2 * run.index + 1], capture_top_k=config.loss.top_k))
     scored = score(run, [Row(sample, index) for sample in samples], own_k=config.loss.top_k, for_evaluation=True)
     batch, reply = scored.batch, run.teachers.result(scored.handle, scored.through)
     with torch.no_grad():
@@ -526,6 +547,10 @@ def probe_teacher(run: Run, index: int) -> str:
     scale = temperature_ratio(logits_NK, reply.logits_NK[:, 1:])
     found = agree_max(world.students_control, *map(float, kls), abs(scale - 1.0))
     return judge_probe(config, run.job.teachers[index], *found)
+
+
+def in_order(stream: Iterator[tuple[int, Sample]]) -> list[Sample]:
+    return [sample for _, sample in sorted(stream, key=lambda item: item[0])]
 
 
 def temperature_ratio(logits_NK: Tensor, other_NK: Tensor) -> float:
@@ -560,12 +585,11 @@ def evaluate(run: Run) -> dict[str, float]:
     config, began, pulse = run.job.config, time.monotonic(), run.pulse()
     mine = sorted(deal([len(prompt.ids) for prompt in run.job.held_out], len(run.job.plan.students))[run.index])
     prompts, n = [run.job.held_out[index] for index in mine], config.eval.n
-    samples = generate(run.sampler(), [prompt.ids for prompt in prompts], max_new_tokens=config.eval.max_new_tokens,
-                       temperature=config.eval.temperature, top_p=config.eval.top_p, stop_ids=run.job.stop_ids, n=n,
-                       seed=config.seed + 1, step=run.step,
-                       sample_ids=[index * n + j for index in mine for j in range(n)],
-                       capture_top_k=config.loss.top_k, batch_size=config.rollout.batch_size,
-                       keepalive=pulse.beat)
+    samples = in_order(run.sampler().stream(
+        [prompt.ids for prompt in prompts], max_new_tokens=config.eval.max_new_tokens,
+        temperature=config.eval.temperature, top_p=config.eval.top_p, stop_ids=run.job.stop_ids, n=n,
+        seed=config.seed + 1, step=run.step, sample_ids=[index * n + j for index in mine for j in range(n)],
+        capture_top_k=config.loss.top_k, batch_size=config.rollout.batch_size, keepalive=pulse.beat))
     pulse.finish()
     metrics = Metrics()
     record_kl(run, [Row(sample, run.job.route(prompt)) for sample, prompt in zip(samples[::n], prompts)], metrics)
@@ -674,21 +698,33 @@ def resume(run: Run) -> Path | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop
 
-def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest) -> None:
-    """The whole life of a student rank."""
-    config = job.config
-    log.info(start_block(job, world))
+def build_run(job: Job, world: World, log: logging.Logger, where: Where) -> Run:
+    """The student with its teachers, after the start-up probe."""
+    where.phase = "load"
     run = build_student(job, world, log)
-    if config.probe.enabled:
+    run.where = where
+    if job.config.probe.enabled:
         run.teachers = connect_teachers(job, world, probing=True)
+        where.phase = "probe"
         log.info(probe(run))
         run.teachers.stop()
         run.teachers = None  # freed before the real ones are built
         gc.collect()
+        where.phase = "load"
     run.teachers = connect_teachers(job, world, probing=False)
+    return run
+
+
+def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest, where: Where | None = None) -> None:
+    """The whole life of a student rank."""
+    config, where = job.config, where or Where(world.rank)
+    log.info(start_block(job, world))
+    run = build_run(job, world, log, where)
+    where.phase = "resume"
     resumed_from = resume(run)
     saver = open_saver(run, resumed_from)
     journal, alarmed, stopped, ahead = open_journal(run, resumed_from), False, False, None
+    where.step, problem = run.step, None
     if evaluation_due(run):  # also one that a stop request has cut off
         log_evaluation(run, journal)
 
@@ -698,28 +734,43 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
         may_roll_ahead = config.rollout.async_depth and not stopped and not checkpoint_due(run, next_step)
         ahead = roll(run) if may_roll_ahead else None
         for update in range(config.rollout.updates_per_rollout):
+            where.step = run.step + 1
             values = step_once(run, rollout, update)
-            log_step(run, journal, values)
+            problem = log_step(run, journal, values) or problem
             alarmed = check_alarms(run, values, journal) or alarmed
-        stopped = bool(agree_max(world.students_control, alarmed or stop_request.wanted())[0]) or stopped
+        verdict = step_verdict(world.students_control, step=run.step, error=problem, abort=alarmed or is_stuck(run),
+                               stop=stop_request.wanted() or run.teachers.stop_wanted)
+        stopped = verdict.stop or verdict.abort or stopped
         last = run.step == config.max_steps
         if evaluation_due(run) and (last or not stopped):
             log_evaluation(run, journal)
+        where.phase = "save"
         saver.poll()
         if checkpoint_due(run, run.step) or (stopped and ahead is None):
             start_saving(run, saver)
         run.teachers.progress()
 
+    where.phase = "save"
     saved = finish_saving(run, saver) or resumed_from
+    where.phase = "end"
     run.teachers.stop()
     journal.close()
     if world.rank == 0:
         write_report(job.run_dir)
         log.info(end_block(run, saved))
+    if is_stuck(run):
+        raise ValueError("student: loss or gradient norm was not finite "
+                         f"{config.checkpoint.max_skips_in_a_row} times in a row (checkpoint.max_skips_in_a_row); "
+                         f"{saved} is kept (look at the first skip in metrics.jsonl; lower the learning rate)")
     if alarmed:
         raise RuntimeError(f"stopped by an alarm at step {run.step}; checkpoint {saved} is kept")
     if world.rank == 0:
         mark(job.run_dir, "DONE" if run.step >= config.max_steps else "PREEMPTED")
+
+
+def is_stuck(run: Run) -> bool:
+    """Nothing can be expected of the student any more; the same on every rank."""
+    return run.student.skips_in_a_row >= run.job.config.checkpoint.max_skips_in_a_row
 
 
 def evaluation_due(run: Run) -> bool:
@@ -740,7 +791,7 @@ def passes(run: Run, step: int, every: int) -> bool:
 
 def step_once(run: Run, rollout: Rollout, update: int) -> dict[str, float]:
     """Train on one update's part of a rollout, measure; the global metrics of the step, equal on all ranks."""
-    metrics, began = Metrics(), time.monotonic()
+    metrics, began, run.where.phase = Metrics(), time.monotonic(), "train"
     record_samples(metrics, rollout.samples[update])
     metrics.peak("staleness", run.step - rollout.sampled_at)
     result, times = train_step(run, rollout.batches[update], metrics)
@@ -786,15 +837,22 @@ def open_journal(run: Run, resumed_from: Path | None) -> Journal:
                    step=run.step, resumed_from=resumed_from, facts=facts)
 
 
-def log_step(run: Run, journal: Journal, values: dict[str, float]) -> None:
+def log_step(run: Run, journal: Journal, values: dict[str, float]) -> OSError | None:
+    """A full disk is for all ranks to hear of together, in the verdict on this step."""
     config = run.job.config
-    journal.training(run.step, values, shown=run.step % config.metrics.log_every == 0 or run.step == config.max_steps)
-    if not values["step_applied"]:
-        journal.event(run.step, "skip", f"loss {values['loss']:.4g} or gradient norm {values['grad_norm']:.4g} is not "
-                                        "finite")
+    try:
+        journal.training(run.step, values,
+                         shown=run.step % config.metrics.log_every == 0 or run.step == config.max_steps)
+        if not values["step_applied"]:
+            journal.event(run.step, "skip", f"loss {values['loss']:.4g} or gradient norm {values['grad_norm']:.4g} is "
+                                            "not finite")
+    except OSError as error:
+        return error
+    return None
 
 
 def log_evaluation(run: Run, journal: Journal) -> None:
+    run.where.phase = "evaluate"
     journal.evaluation(run.step, evaluate(run))
     if run.world.rank == 0:
         write_report(run.job.run_dir)
@@ -822,10 +880,15 @@ def teacher_memory(job: Job, index: int) -> dict[str, dict[str, int]]:
                        student_dtype=DTYPES[config.student.dtype], rollout_dtype=rollout_dtype(config),
                        teacher_dtype=DTYPES[teacher.dtype], offload=teacher.param_offload,
                        recompute=config.student.activation_checkpointing, batch_rows=config.rollout.batch_size,
-                       row_tokens=config.data.max_prompt_tokens + max(
-                           config.rollout.max_new_tokens, config.eval.max_new_tokens if config.eval.every else 0),
-                       micro_batch_tokens=config.train.micro_batch_tokens, vocab_size=job.vocab_size,
+                       row_tokens=row_tokens(config), prompt_tokens=config.data.max_prompt_tokens,
+                       samples_per_prompt=config.rollout.samples_per_prompt, micro_batch_tokens=config.train.micro_batch_tokens, vocab_size=job.vocab_size,
                        chunk_size=max(config.loss.chunk_size, teacher.chunk_size))
+
+
+def row_tokens(config: cfg.OPDConfig) -> int:
+    """The longest that a sampled row may get."""
+    return config.data.max_prompt_tokens + max(config.rollout.max_new_tokens,
+                                               config.eval.max_new_tokens if config.eval.every else 0)
 
 
 def check_memory(job: Job, available: int) -> None:
@@ -833,9 +896,19 @@ def check_memory(job: Job, available: int) -> None:
     for role, parts in job_memory(job).items():
         needed, largest = sum(parts.values()), max(parts, key=parts.__getitem__)
         if needed > available:
+            remedy = "more ranks, bfloat16, a smaller train.micro_batch_tokens, student.activation_checkpointing"
+            if role == "student" and (fits := largest_rollout(job, available - needed + parts["KV cache"])) > 0:
+                remedy = f"rollout.batch_size={fits} would fit; or {remedy}"
             raise ValueError(f"a {role} rank needs about {human_bytes(needed)} of {human_bytes(available)}; largest "
-                             f"part: {largest}, {human_bytes(parts[largest])} (more ranks, bfloat16, a smaller "
-                             "rollout.batch_size or train.micro_batch_tokens, student.activation_checkpointing)")
+                             f"part: {largest}, {human_bytes(parts[largest])} ({remedy})")
+
+
+def largest_rollout(job: Job, available: int) -> int:
+    """rollout.batch_size whose keys and values fit into so many bytes."""
+    config = job.config
+    return largest_batch(job.student_lm, rollout_dtype(config), max(available, 0), row_tokens=row_tokens(config),
+                         prompt_tokens=config.data.max_prompt_tokens,
+                         samples_per_prompt=config.rollout.samples_per_prompt)
 
 
 def start_block(job: Job, world: World) -> str:
@@ -952,7 +1025,7 @@ def main() -> int:
     except ValueError as error:
         if rank != 0:
             time.sleep(5)  # rank 0 most likely fails for the same reason and says so: torchrun then ends this rank
-        report_failure(error, run_dir, rank=rank, role="before start", is_user_error=True)
+        tell_failure(error, Where(rank), None if run_dir and used_by_another_job(run_dir) else run_dir)
         return 2
     try:
         return launch(job, device)
@@ -967,22 +1040,23 @@ def launch(job: Job, device: torch.device) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is only then reproducible
         # warn_only: torch refuses cumsum on CUDA, which sampling needs
         torch.use_deterministic_algorithms(True, warn_only=True)
-    rank = env_rank()[0]
-    role = "student" if rank in job.plan.students else "teacher"
+    roles = ["student" if rank in job.plan.students else "teacher" for rank in range(job.plan.world_size)]
+    where = Where(env_rank()[0], roles)
     try:
-        log = open_run(job.run_dir, cfg.to_yaml(job.config), rank)
-        stop_request = StopRequest(job.run_dir)  # teacher ranks outlive a signal too: the students end their service
+        log = open_run(job.run_dir, cfg.to_yaml(job.config), where.rank)
+        # Teacher ranks outlive a signal too: they tell the students, who end their service after the step.
+        stop_request = StopRequest(job.run_dir, job.config.checkpoint.max_minutes)
         world = start(job.plan, device, job.config.topology.timeout_s)
         everything = json.dumps([fingerprints(job), cfg.flatten(job.config)], sort_keys=True)
         agree_equal(world.control, everything, "config, data or model")
         if world.is_student:
-            train(job, world, log, stop_request)
+            train(job, world, log, stop_request, where)
         else:
-            serve_teacher(job, world)
+            serve_teacher(job, world, stop_request, where)
         stop(world)
         return 0
-    except Exception as error:
-        report_failure(error, job.run_dir, rank=rank, role=role, is_user_error=isinstance(error, ValueError))
+    except BaseException as error:  # Ctrl-C too
+        tell_failure(error, where, job.run_dir, memory_remedy=MEMORY_REMEDY)
         os._exit(1)  # no clean-up that could wait for peers: they see the closed connection and end too
 
 

@@ -18,13 +18,16 @@ group whose ranks all make the same calls, None a single process. Ranks exchange
 """
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
@@ -508,16 +511,19 @@ def _step_of(name: str) -> int:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
+        _refuse_special(path)
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ValueError("too large")
-        manifest = json.loads(path.read_bytes(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        manifest = json.loads(path.read_bytes(), object_pairs_hook=_unique, parse_constant=_refuse_constant,
+                              parse_float=_finite)
         version, digest = manifest["format_version"], manifest.pop("sha256")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}), so this is no complete checkpoint") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path}: is damaged or no manifest of a checkpoint") from None
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{path}: has format version {version}, this code reads {FORMAT_VERSION}; use a newer version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise ValueError(f"{path}: has format version {_shown(version)}, this code reads {FORMAT_VERSION}; use a newer "
+                         "version")
     if digest != _manifest_digest(manifest):
         raise ValueError(f"{path}: does not have the sha256 that it records; it is damaged or was edited")
     _check_manifest(path, manifest)
@@ -531,8 +537,8 @@ def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     if STEP_NAME.fullmatch(path.parent.name) and _step_of(path.parent.name) != step:
         raise ValueError(f"{path}: is of step {step}; give the folder its own name back")
     for file, record in files.items():
-        if not re.fullmatch(r"[\w.-]+\.safetensors", file):
-            raise ValueError(f"{path}: lists {file!r}, which is not the plain name of a .safetensors file")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}\.safetensors", file):
+            raise ValueError(f"{path}: lists {_shown(file)}, which is not the plain name of a .safetensors file")
         if not isinstance(record, dict) or {key: type(value) for key, value in record.items()} != {"size": int,
                                                                                                    "sha256": str}:
             raise ValueError(f"{path}: does not give size and sha256 of {file}")
@@ -548,6 +554,24 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
 
 
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} overflows")
+    return float(text)
+
+
+def _refuse_special(path: Path) -> None:
+    """A pipe would be waited for, a device read without end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+
+
+def _shown(value: Any) -> str:
+    """Foreign text for a message: one line of bounded length."""
+    text = str(value)[:200]
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
 def _manifest_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
@@ -555,6 +579,7 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
 def _check_file(path: Path, *, size: int, sha256: str) -> None:
     digest = hashlib.sha256()
     try:
+        _refuse_special(path)
         actual = os.stat(path).st_size
         if actual != size:
             raise ValueError(f"{path}: has {actual} bytes, its manifest says {size}")
@@ -583,25 +608,29 @@ def _read_headers(folder: Path, files: list[str]) -> dict[str, SavedTensor]:
             _read_header(folder, file, tensors)
         except (OSError, SafetensorError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{folder / file}: is no shard of a checkpoint ({type(error).__name__}: "
-                             f"{' '.join(str(error).split())})") from None
+                             f"{_shown(' '.join(str(error).split()))})") from None
     for name, saved in tensors.items():
         saved.pieces.sort()
         stops = [start + num_rows for start, num_rows, _ in saved.pieces]
         num_rows = saved.shape[0] if saved.shape else 1
         if [0, *stops] != [*(start for start, _, _ in saved.pieces), num_rows]:
-            raise ValueError(f"{folder}: the rows of {name} in its files are not those of a tensor of shape "
-                             f"{list(saved.shape)}")
+            raise ValueError(f"{folder}: the rows of {_shown(name)} in its files are not those of a tensor of shape "
+                             f"{_shown(list(saved.shape))}")
     return tensors
 
 
 def _read_header(folder: Path, file: str, tensors: dict[str, SavedTensor]) -> None:
     """Adds the pieces in one file."""
     with safe_open(folder / file, framework="pt") as shard:
-        for name, rows in json.loads(shard.metadata()["rows"]).items():
+        listed = json.loads(shard.metadata()["rows"])
+        if listed.keys() != set(shard.keys()):
+            raise ValueError("its list of rows is not of the tensors that it holds")
+        for name, rows in listed.items():
             part, shape, start = shard.get_slice(name), tuple(rows["shape"]), rows["start"]
             dtype, (num_rows, *row) = DTYPES[part.get_dtype()], part.get_shape()
             saved = tensors.setdefault(name, SavedTensor(dtype, shape, []))
-            if (saved.dtype, saved.shape) != (dtype, shape) or row != list(shape[1:]) or type(start) is not int:
+            if ((saved.dtype, saved.shape) != (dtype, shape) or row != list(shape[1:])
+                    or {type(size) for size in (*shape, start)} != {int}):
                 raise ValueError(f"{name} does not fit the other files")
             saved.pieces.append((start, num_rows, file))
 
@@ -640,7 +669,8 @@ def _check_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
                  f"{tensor.dtype} {list(tensor.shape)} here" for name, tensor in tensors.items() if name in saved
                  and (saved[name].dtype, saved[name].shape) != (tensor.dtype, tuple(tensor.shape))]
     if problems:
-        raise ValueError(f"{checkpoint.folder}: does not fit this model: {'; '.join(problems[:4])} ({len(problems)} in "
+        told = _shown("; ".join(problems[:4]))
+        raise ValueError(f"{checkpoint.folder}: does not fit this model: {told} ({len(problems)} in "
                          f"all); resume with the config that wrote it")
 
 

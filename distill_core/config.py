@@ -95,8 +95,8 @@ class TeacherConfig:
 class TopologyConfig:
     world_size: int | None = None            # ranks the file is meant for: used by --dry-run; null = as launched
     teacher_ranks: int = 1                   # ranks that only serve the teacher; 0 = inline, sharded over the students
-    timeout_s: int = 1800                    # longest wait for another rank, in seconds, before the job ends; must
-                                             # exceed the time that loading either model takes
+    timeout_s: int = 1800                    # longest silence of another rank, in seconds, before the job ends; must
+                                             # exceed the time to write or hash one checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -620,8 +620,8 @@ _RANGES = (    # of both jobs; an option that a job does not have is passed over
     ("at most 1000000", lambda x: x <= 1_000_000, ("topology.world_size", "topology.teacher_ranks", "teacher.ranks")),
     ("0 or at least 0.001", lambda x: x == 0 or x >= 0.001, ("rollout.temperature", "eval.temperature")),
     ("in (0, 1]", lambda x: 0 < x <= 1, (
-        "rollout.top_p", "eval.top_p", "loss.token_fraction", "dmd.score_sigma_min", "dmd.score_sigma_max", "dmd.fake_sigma_min",
-        "dmd.fake_sigma_max")),
+        "rollout.top_p", "eval.top_p", "loss.token_fraction", "dmd.score_sigma_min", "dmd.score_sigma_max",
+        "dmd.fake_sigma_min", "dmd.fake_sigma_max")),
     ("in [0, 1]", lambda x: 0 <= x <= 1, (
         "loss.jsd_beta", "alarms.student_mass.limit", "alarms.truncated_frac.limit", "alarms.repetition_frac.limit",
         *_of_optimizers("min_lr_frac"), "dmd.ema_decay")),
@@ -677,8 +677,8 @@ def _check_opd(config: OPDConfig) -> None:
         raise ConfigError(f"max_steps: {config.max_steps} is not divisible by rollout.updates_per_rollout="
                           f"{config.rollout.updates_per_rollout} (all steps of a rollout are made)")
     if config.loss.importance_clip is not None and config.loss.mode.endswith("_full"):
-        raise ConfigError(f"loss.importance_clip: not with loss.mode={config.loss.mode} (set it to null, or take a top-K "
-                          "mode)")
+        raise ConfigError(f"loss.importance_clip: not with loss.mode={config.loss.mode} (set it to null, or take a "
+                          "top-K mode)")
     if config.loss.top_k < 2:
         raise ConfigError(f"loss.top_k: {config.loss.top_k} is too small: one token renormalises to probability 1, so "
                           "loss and diagnostics would be empty (set loss.top_k=2 or more)")

@@ -258,7 +258,8 @@ def _plan(prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int],
             raise ValueError(f"prompts[{index}] is empty: a model needs a token to start from")
         _check_ids(f"prompts[{index}]", prompt, vocab_size)
         _at_least_one("max_new_tokens", limits[index])
-    return [_Job(place, list(prompts[place // n]), limits[place // n], sample_id) for place, sample_id in enumerate(ids)]
+    return [_Job(place, list(prompts[place // n]), limits[place // n], sample_id)
+            for place, sample_id in enumerate(ids)]
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:

@@ -195,10 +195,10 @@ def read_jsonl(path: str | Path, *, required: Sequence[str] = ()) -> list[dict[s
     for number, raw in enumerate(raw_lines, start=1):
         try:
             line = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(raw_lines):
                 break
-            raise ValueError(f"{path}:{number}: not JSON ({error}); delete that line") from None
+            raise ValueError(f"{path}:{number}: not JSON ({str(error)[:100]}); delete that line") from None
         missing = [key for key in required if key not in line] if isinstance(line, dict) else ["an object"]
         if missing:
             raise ValueError(f"{path}:{number}: lacks {missing[0]}; delete that line")

@@ -304,7 +304,7 @@ def _is_told(run_dir: Path, block: str, where: Where, message: str | None) -> bo
                 file.truncate(0)
             file.seek(0)
             before = file.read()
-            if before if message is None else message in before:
+            if before if message is None else f": {message}\n" in before:
                 return True
             file.write(f"{block}\n")
     return False
@@ -317,18 +317,3 @@ def _noted(where: Where) -> Iterator[None]:
         yield
     except OSError as problem:
         print(f"error: {where}: {problem.filename or 'error.txt'}: {problem.strerror}", file=sys.stderr, flush=True)
-
-
-def report_failure(error: BaseException, run_dir: Path | None, *, rank: int, role: str, is_user_error: bool) -> None:
-    """The cause on stderr and in error.txt: one line for a user's error, the line and a traceback for ours."""
-    line = f"error: rank {rank} ({role}): {' '.join(str(error).split()) or type(error).__name__}"
-    trace = "".join(traceback.format_exception(error))
-    print(line if is_user_error else f"{line}\n{trace}", file=sys.stderr, flush=True)
-    if run_dir is None:
-        return
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with open(run_dir / "error.txt", "a") as file:
-            file.write(f"{line}\n" if is_user_error else f"{line}\n{trace}\n")
-    except OSError as problem:  # the cause itself may be a full disk: it has been told above
-        print(f"error: rank {rank}: {run_dir / 'error.txt'}: {problem.strerror}", file=sys.stderr, flush=True)

@@ -37,7 +37,7 @@ from distill_core.export import ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD, read_ex
 from distill_core.lora import inject, merge, peft_state
 from distill_core.noise import normal
 from distill_core.pictures import picture_of, write_png
-from distill_core.safetensors_io import open_folder, weights_digest
+from distill_core.safetensors_io import open_folder, shown, weights_digest
 from distill_core.topology import pick_device
 
 MODES = ("euler", "sde", "ode")
@@ -135,7 +135,7 @@ def _recorded_sampling(folder: Path, record: dict[str, Any], adapter: Adapter) -
             raise ValueError("mode 'euler' is a teacher's")
         adapter.load_state_dict(recorded["state"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / RECORD}: sampling: {error}; export again") from None
+        raise ValueError(f"{folder / RECORD}: sampling: {shown(str(error), 200)}; export again") from None
     return sampling
 
 

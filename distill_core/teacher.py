@@ -24,7 +24,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -36,11 +36,11 @@ from torch import Tensor, nn
 from distill_core.losses_kl import flat_rows
 from distill_core.topk_logprobs import HeadStats, head_stats, sparse_head_logits
 
-MAGIC, VERSION, HEADER_LEN = 0x4F5044, 2, 17
+MAGIC, VERSION, HEADER_LEN = 0x4F5044, 2, 18
 NOOP, SCORE, STOP, REPLY = range(4)
 OPCODES = ("NOOP", "SCORE", "STOP", "REPLY")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MAX_TOKENS = 1 << 28  # bound of every size in a header, checked before anything is allocated
+MAX_VALUES = 1 << 31  # bound of every size in a header, checked before anything is allocated
 
 
 class Reply(NamedTuple):
@@ -149,6 +149,11 @@ class Teachers:
         for teacher in self._teachers:
             teacher.progress()
 
+    @property
+    def stop_wanted(self) -> bool:
+        """Whether a rank that only serves was asked to stop the job."""
+        return any(teacher.stop_wanted for teacher in self._teachers)
+
     def stop(self) -> None:
         """End `serve` on all teacher ranks; all results must have been taken."""
         for teacher in self._teachers:
@@ -180,6 +185,7 @@ class InlineTeacher:
         """head: a sharded copy of the model's head for whole-vocabulary losses. The model's own must not be called
         apart from its body: torch 2.11 then loses track of a tied group and leaves the embedding sharded."""
         self.model, self.head = model, head
+        self.stop_wanted = False  # its ranks are the students
         self.settings = {"vocab_size": vocab_size, "temperature": temperature, "chunk_size": chunk_size}
 
     def request(self, request: Request) -> InlineHandle:
@@ -238,9 +244,19 @@ class Shape:
     hidden_size: int
     hidden_dtype: torch.dtype
 
+    @property
+    def codes(self) -> tuple[int, int, int]:
+        """As in a header."""
+        return self.vocab_size, self.hidden_size, DTYPES.index(self.hidden_dtype)
+
+    @staticmethod
+    def told(codes: Sequence[int]) -> str:
+        vocab_size, hidden_size, dtype = codes
+        return f"vocabulary {vocab_size}, hidden size {hidden_size}, {str(DTYPES[dtype]).removeprefix('torch.')}"
+
 
 class Header(NamedTuple):
-    """int64[17]: magic, version, these fourteen, checksum of all before it."""
+    """int64[18]: magic, version, these fifteen, checksum of all before it."""
 
     seq: int
     opcode: int
@@ -256,20 +272,19 @@ class Header(NamedTuple):
     dtype: int = 0
     extra: int = 0  # request: bits of the float64 temperature; reply: number of non-finite values
     busy_us: int = 0  # reply: time that this rank has computed in the round
+    stop_wanted: int = 0  # reply: this rank was asked to stop the job
 
     def pack(self) -> Tensor:
         values = [MAGIC, VERSION, *self]
         return torch.tensor([*values, _checksum(values)], dtype=torch.int64)
 
 
-def unpack_header(raw: Tensor, *, sender: int, seq: int, opcodes: Sequence[int]) -> Header:
+def unpack_header(values: Sequence[int], *, sender: int, seq: int, opcodes: Sequence[int]) -> Header:
     """Validate a received header; RuntimeError saying what each side thought."""
-    values = raw.tolist()
     header = Header(*values[2:HEADER_LEN - 1])
     expected = {"magic": (values[0], MAGIC), "version": (values[1], VERSION),
-                "checksum": (values[-1], _checksum(values[:-1])), "sender rank": (header.rank, sender)}
-    if header.opcode != NOOP:
-        expected["sequence number"] = (header.seq, seq)
+                "checksum": (values[-1], _checksum(values[:-1])), "sender rank": (header.rank, sender),
+                "sequence number": (header.seq, seq)}
     for what, (got, wanted) in expected.items():
         if got != wanted:
             raise RuntimeError(f"teacher protocol: header from rank {sender} has {what} {got}, this side expects "
@@ -277,8 +292,10 @@ def unpack_header(raw: Tensor, *, sender: int, seq: int, opcodes: Sequence[int])
     if header.opcode not in opcodes:
         raise RuntimeError(f"teacher protocol: rank {sender} sent opcode {header.opcode}, this side expects one of "
                            f"{[OPCODES[code] for code in opcodes]}")
-    sizes = (header.rows, header.width, header.positions, header.k, header.own_k, header.rows * header.width)
-    if min(sizes) < 0 or max(sizes) > MAX_TOKENS or header.positions > header.rows * header.width:
+    sizes = (header.rows, header.width, header.positions, header.k, header.own_k, header.hidden_size,
+             header.rows * header.width, header.positions * (header.k + header.own_k + 2))
+    is_sound = header.want_hidden in (0, 1) and 0 <= header.dtype < len(DTYPES)
+    if min(sizes) < 0 or max(sizes) > MAX_VALUES or header.positions > header.rows * header.width or not is_sound:
         raise RuntimeError(f"teacher protocol: header from rank {sender} has impossible sizes {header}")
     return header
 
@@ -296,6 +313,12 @@ def _float_bits(value: float) -> int:
 
 def _bits_float(bits: int) -> float:
     return struct.unpack("<d", struct.pack("<q", bits))[0]
+
+
+def read_table(table: Tensor, students: Sequence[int], seq: int) -> list[Header]:
+    """The headers of all students in round `seq`, as the teacher's first rank has passed them on."""
+    return [unpack_header(row, sender=student, seq=seq, opcodes=(SCORE, STOP))
+            for row, student in zip(table.tolist(), students, strict=True)]
 
 
 class Segment(NamedTuple):
@@ -348,17 +371,17 @@ class RemoteTeacher:
         """head: read-only sharded copy of the teacher's head on the student ranks, for whole-vocabulary losses."""
         self.links, self.shape, self.head, self.temperature = links, shape, head, temperature
         self._seq = 0
+        self.stop_wanted = False  # whether a rank of the teacher was asked to stop the job
         self._queue: deque[RemoteHandle] = deque()  # the first one's round is on its way
         self._sends: deque[tuple[int, dist.Work, Tensor]] = deque()  # a tensor must outlive its asynchronous send
         self._last_sent = time.monotonic()
 
     def request(self, request: Request) -> RemoteHandle:
-        handle = RemoteHandle(self, request, self._seq)
         rows, width = request.tokens_BT.shape
-        self._send_header(Header(
-            self._seq, SCORE, self.links.rank, rows, width, *request.ids_NK.shape, request.own_k,
-            int(request.want_hidden), self.shape.vocab_size, self.shape.hidden_size,
-            DTYPES.index(self.shape.hidden_dtype), _float_bits(self.temperature)))
+        header = Header(self._seq, SCORE, self.links.rank, rows, width, *request.ids_NK.shape, request.own_k,
+                        int(request.want_hidden), *self.shape.codes, _float_bits(self.temperature))
+        handle = RemoteHandle(self, request, header)
+        self._send_header(header)
         self._seq += 1
         self._queue.append(handle)
         self.progress()
@@ -374,7 +397,9 @@ class RemoteTeacher:
     def stop(self) -> None:
         assert not self._queue, "results are still owed"
         self._send_header(Header(self._seq, STOP, self.links.rank))
-        self.receive(len(self.links.students), self.links.teachers[0]).work.wait()
+        awaited = self.receive(len(self.links.students), self.links.teachers[0])
+        awaited.work.wait()
+        read_table(awaited.buffer, self.links.students, self._seq)
         self.finish_sends(self._seq)
 
     def finish_round(self, seq: int) -> None:
@@ -426,8 +451,8 @@ class Receive(NamedTuple):
 class RemoteHandle:
     """One request to one teacher: its round is a generator that yields whatever it has to wait for."""
 
-    def __init__(self, teacher: RemoteTeacher, request: Request, seq: int) -> None:
-        self.teacher, self.request, self.seq = teacher, request, seq
+    def __init__(self, teacher: RemoteTeacher, request: Request, header: Header) -> None:
+        self.teacher, self.request, self.header, self.seq = teacher, request, header, header.seq
         self.reply: Reply | None = None
         self.rows_sent = False
         self._steps = self._round()
@@ -450,9 +475,13 @@ class RemoteHandle:
         teacher, links = self.teacher, self.teacher.links
         awaited = teacher.receive(len(links.students), links.teachers[0])
         yield awaited
-        rows = [Header(*row[2:HEADER_LEN - 1]).rows for row in awaited.buffer.tolist()]
+        table = read_table(awaited.buffer, links.students, self.seq)
         me = links.students.index(links.rank)
-        segments = [segment for segment in split_rows(rows, len(links.teachers)) if segment.student == me]
+        if table[me] != self.header:
+            raise RuntimeError(f"teacher protocol: rank {links.teachers[0]} acknowledges {table[me]}, this rank has "
+                               f"sent {self.header}")
+        segments = [segment for segment in split_rows([header.rows for header in table], len(links.teachers))
+                    if segment.student == me]
         for segment in segments:
             self._send_rows(segment)
         self.rows_sent = True
@@ -460,8 +489,9 @@ class RemoteHandle:
         for segment in segments:
             awaited = teacher.receive(1, links.teachers[segment.teacher])
             yield awaited
-            header = unpack_header(awaited.buffer[0], sender=links.teachers[segment.teacher], seq=self.seq,
+            header = unpack_header(awaited.buffer[0].tolist(), sender=links.teachers[segment.teacher], seq=self.seq,
                                    opcodes=(REPLY,))
+            teacher.stop_wanted |= bool(header.stop_wanted)
             parts.append(_receive_values(links, teacher.shape, self.request, header, segment))
         self.reply = _join(parts or [_empty_reply(teacher.shape, self.request, links.device)])
         teacher.round_over(self)
@@ -482,6 +512,9 @@ def _rows_of(request: Request, segment: Segment) -> Request:
 
 def _receive_values(links: Links, shape: Shape, request: Request, header: Header, segment: Segment) -> Reply:
     positions, k = int(request.counts_B[segment.first:segment.last].sum()), request.ids_NK.shape[1]
+    if header[9:12] != shape.codes:
+        raise RuntimeError(f"teacher protocol: rank {header.rank} holds a teacher with {shape.told(header[9:12])}, "
+                           f"this rank expects {shape.told(shape.codes)}")
     if (header.positions, header.k, header.own_k) != (positions, k, request.own_k):
         raise RuntimeError(f"teacher protocol: rank {header.rank} answers {header.positions} positions x ({header.k} + "
                            f"{header.own_k}) ids, this rank asked for {positions} x ({k} + {request.own_k})")
@@ -519,8 +552,12 @@ def _recv_payload(shape: tuple[int, ...], dtype: torch.dtype, source: int, links
 
 # --- teacher side ---------------------------------------------------------------------------------------------------
 
-def serve(model: nn.Module, links: Links, shape: Shape, *, chunk_size: int) -> int:
-    """Answer rounds until every student has sent STOP; returns their number. Any fault raises, and so ends the job."""
+def serve(model: nn.Module, links: Links, shape: Shape, *, chunk_size: int,
+          stop_wanted: Callable[[], bool] = lambda: False) -> int:
+    """Answer rounds until every student has sent STOP; returns their number. Any fault raises, and so ends the job.
+
+    stop_wanted: whether this rank was asked to stop the job; the students hear of it with the next replies.
+    """
     seq, me = 0, links.teachers.index(links.rank)
     while True:
         table = _next_round(links, shape, seq)
@@ -540,7 +577,8 @@ def serve(model: nn.Module, links: Links, shape: Shape, *, chunk_size: int) -> i
             first = 0
             for segment in forward:
                 last = first + len(requests[segment].positions_N)
-                _send_reply(links, seq, links.students[segment.student], _cut(reply, first, last, busy_s))
+                _send_reply(links, shape, seq, links.students[segment.student], _cut(reply, first, last, busy_s),
+                            stop_wanted=stop_wanted())
                 first = last
         seq += 1
 
@@ -558,7 +596,7 @@ def _next_round(links: Links, shape: Shape, seq: int) -> list[Header]:
     else:
         while not table.any():  # an empty table: the leader has heard from a student that is still sampling
             _tell_group(links, table)
-    return [Header(*row[2:HEADER_LEN - 1]) for row in table.tolist()]
+    return read_table(table, links.students, seq)
 
 
 def _tell_group(links: Links, table: Tensor) -> None:
@@ -570,7 +608,7 @@ def _receive_header(links: Links, student: int, seq: int) -> Header:
     while True:
         raw = torch.empty(HEADER_LEN, dtype=torch.int64)
         dist.recv(raw, student, group=links.control)
-        header = unpack_header(raw, sender=student, seq=seq, opcodes=(NOOP, SCORE, STOP))
+        header = unpack_header(raw.tolist(), sender=student, seq=seq, opcodes=(NOOP, SCORE, STOP))
         if header.opcode != NOOP:
             return header
         _tell_group(links, torch.zeros(len(links.students), HEADER_LEN, dtype=torch.int64))
@@ -579,7 +617,6 @@ def _receive_header(links: Links, student: int, seq: int) -> Header:
 def _check_round(headers: Sequence[Header], shape: Shape) -> None:
     """All students ask for the same kind of thing, about the model that this side holds."""
     first = headers[0]
-    mine = (shape.vocab_size, shape.hidden_size, DTYPES.index(shape.hidden_dtype))
     for header in headers:
         if header.opcode != first.opcode:
             raise RuntimeError(f"teacher protocol: rank {header.rank} sent {OPCODES[header.opcode]} while rank "
@@ -589,9 +626,11 @@ def _check_round(headers: Sequence[Header], shape: Shape) -> None:
         if header[6:9] + (header.extra,) != first[6:9] + (first.extra,):
             raise RuntimeError(f"teacher protocol: ranks {first.rank} and {header.rank} ask for different k, own_k, "
                                f"hidden states or temperature: {first} and {header}")
-        if header[9:12] != mine:
-            raise RuntimeError(f"teacher protocol: rank {header.rank} expects a teacher with (vocabulary, hidden size, "
-                               f"dtype code) {header[9:12]}, this one has {mine}")
+        if header[9:12] != shape.codes:
+            raise RuntimeError(f"teacher protocol: rank {header.rank} expects a teacher with "
+                               f"{shape.told(header[9:12])}, this one has {shape.told(shape.codes)}")
+        if not 0.0 < _bits_float(header.extra) < float("inf"):
+            raise RuntimeError(f"teacher protocol: rank {header.rank} asks at temperature {_bits_float(header.extra)}")
         if not 0 <= max(header.k, header.own_k) <= shape.vocab_size:
             raise RuntimeError(f"teacher protocol: rank {header.rank} asks for {header.k} + {header.own_k} ids of a "
                                f"vocabulary of {shape.vocab_size}")
@@ -643,14 +682,14 @@ def _cut(reply: Reply, first: int, last: int, busy_s: float) -> Reply:
                  _num_nonfinite(tensors[0], tensors[1], tensors[4]), busy_s)
 
 
-def _send_reply(links: Links, seq: int, student: int, reply: Reply) -> None:
+def _send_reply(links: Links, shape: Shape, seq: int, student: int, reply: Reply, *, stop_wanted: bool) -> None:
     values, own_k = reply.logits_NK, 0
     if reply.own_ids_NK is not None:
         own_k = reply.own_ids_NK.shape[1]
         values = torch.cat([values, reply.lse_N[:, None], reply.entropy_N[:, None], reply.own_logits_NK], dim=1)
     positions, k = reply.logits_NK.shape
-    header = Header(seq, REPLY, links.rank, rows=positions, width=1, positions=positions, k=k, own_k=own_k,
-                    extra=reply.num_nonfinite, busy_us=int(reply.busy_s * 1e6))
+    header = Header(seq, REPLY, links.rank, positions, 1, positions, k, own_k, len(reply.hidden), *shape.codes,
+                    reply.num_nonfinite, int(reply.busy_s * 1e6), int(stop_wanted))
     dist.send(header.pack(), student, group=links.control)
     for tensor in (values, reply.own_ids_NK, *reply.hidden):
         if tensor is not None and tensor.numel():

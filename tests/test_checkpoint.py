@@ -762,3 +762,19 @@ def test_fingerprints():
         assert part in message
     assert "betas" not in message and "tokenizer" not in message and "\n" not in message
     compare_fingerprints(saved, now, ("tokenizer", "optim.lr", "old", "new", "flag"))
+
+
+def test_a_pipe_or_device_in_place_of_a_file_is_refused(tmp_path):
+    """Catches a start that waits for ever for a pipe, or reads a device without end."""
+    save(tmp_path, 1, {"w": torch.ones(3)}, {})
+    folder = tmp_path / "step_00000001"
+    for name in ("shard_00000.safetensors", "manifest.json"):
+        whole = (folder / name).read_bytes()
+        for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+            (folder / name).unlink()
+            make(folder / name)
+            with pytest.raises(ValueError, match=f"{name}: cannot be read .it is no regular file"):
+                open_checkpoint(folder)
+        (folder / name).unlink()
+        (folder / name).write_bytes(whole)
+    open_checkpoint(folder)

@@ -237,7 +237,8 @@ def test_a_teacher_that_raises_ends_the_job_with_its_traceback():
 @pytest.mark.parametrize("fault, message", [
     (lambda t: setattr(t, "shape", Shape(VOCAB + 1, 24, torch.float32)), "expects a teacher with"),
     (lambda t: setattr(t, "_seq", 7), "sequence number 7"),
-    (lambda t: setattr(t, "temperature", float("nan")) if t.links.rank == 0 else None, "different k, own_k"),
+    (lambda t: setattr(t, "temperature", 2.0) if t.links.rank == 0 else None, "different k, own_k"),
+    (lambda t: setattr(t, "temperature", float("nan")), "asks at temperature nan"),
 ])
 def test_a_header_that_disagrees_ends_the_job_saying_what_each_side_thought(fault, message):
     """Catches garbage payloads: gloo itself would deliver them without an error."""
@@ -257,15 +258,16 @@ def test_a_header_that_disagrees_ends_the_job_saying_what_each_side_thought(faul
 def test_headers_are_validated_field_by_field():
     """Catches a header check that lets a wrong magic, version, checksum, sender, opcode or an absurd size through."""
     good = Header(3, SCORE, 1, rows=2, width=5, positions=4, k=5)
-    assert unpack_header(good.pack(), sender=1, seq=3, opcodes=(NOOP, SCORE)) == good
+    assert unpack_header(good.pack().tolist(), sender=1, seq=3, opcodes=(NOOP, SCORE)) == good
     for position in range(HEADER_LEN):
         bad = good.pack()
         bad[position] += 1
         with pytest.raises(RuntimeError, match="teacher protocol"):
-            unpack_header(bad, sender=1, seq=3, opcodes=(NOOP, SCORE))
-    for wrong in (good._replace(rows=1 << 40), good._replace(positions=11), good._replace(k=-1), good._replace(opcode=9)):
+            unpack_header(bad.tolist(), sender=1, seq=3, opcodes=(NOOP, SCORE))
+    for wrong in (good._replace(rows=1 << 40), good._replace(positions=11), good._replace(k=-1), good._replace(opcode=9),
+                  good._replace(want_hidden=2), good._replace(dtype=9), good._replace(k=1 << 30, positions=8)):
         with pytest.raises(RuntimeError, match="teacher protocol"):
-            unpack_header(wrong.pack(), sender=1, seq=3, opcodes=(NOOP, SCORE))
+            unpack_header(wrong.pack().tolist(), sender=1, seq=3, opcodes=(NOOP, SCORE))
 
 
 def test_noop_keeps_a_slow_student_alive_and_silence_does_not():

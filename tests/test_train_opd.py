@@ -16,7 +16,7 @@ import train_opd
 from distill_core import config as cfg
 from distill_core import teacher as teacher_module
 from distill_core.build import load_lm
-from distill_core.generate import sample_stream
+from distill_core.generate import Engine
 from distill_core.metrics import Metrics, read_jsonl
 from distill_core.run import StopRequest, open_run
 from distill_core.teacher import RemoteTeacher
@@ -233,7 +233,8 @@ def test_scoring_while_sampling_equals_scoring_afterwards(tmp_path, monkeypatch,
     """Catches results that depend on when a request arrives: bit for bit the same curve and weights."""
     path = write_config(tmp_path, topology__teacher_ranks=teacher_ranks, max_steps=4, train__prompts_per_step=16)
     whole_run(path, 2 + teacher_ranks, ["name=overlapped"])
-    monkeypatch.setattr(train_opd, "sample_stream", lambda *args, **settings: list(sample_stream(*args, **settings)))
+    original = Engine.stream
+    monkeypatch.setattr(Engine, "stream", lambda *args, **settings: list(original(*args, **settings)))
     whole_run(path, 2 + teacher_ranks, ["name=sequential"])
     assert curve(tmp_path / "runs/overlapped/metrics.jsonl") == curve(tmp_path / "runs/sequential/metrics.jsonl")
     a, b = (weights_of(tmp_path / f"runs/{name}/checkpoints/step_00000004") for name in ("overlapped", "sequential"))
@@ -246,7 +247,7 @@ def test_requests_go_out_while_others_still_decode(tmp_path):
 
     def on_student(job, world):
         run = train_opd.build_student(job, world, logging.getLogger("test"))
-        run.teachers, seen, original = train_opd.connect_teachers(job, world, probing=False), [], train_opd.sample_stream
+        run.teachers, seen, original = train_opd.connect_teachers(job, world, probing=False), [], Engine.stream
 
         def spy(*args, **settings):
             for item in original(*args, **settings):
@@ -255,7 +256,7 @@ def test_requests_go_out_while_others_still_decode(tmp_path):
 
         handles, request = [], RemoteTeacher.request
         monkey = pytest.MonkeyPatch()
-        monkey.setattr(train_opd, "sample_stream", spy)
+        monkey.setattr(Engine, "stream", spy)
         monkey.setattr(RemoteTeacher, "request", lambda self, r: handles.append(request(self, r)) or handles[-1])
         rollout = train_opd.roll(run)
         train_opd.train_step(run, rollout.batches[0], Metrics())
@@ -531,7 +532,7 @@ class FakeJournal:
 def test_each_alarm_fires_beyond_its_limit_only(tmp_path, values, fires):
     """Catches an alarm with its sign turned round, one that watches nothing, and one that repeats itself each step."""
     job = train_opd.prepare(cfg.load(write_config(tmp_path)), 3, 3)
-    run, journal = train_opd.Run(job, None, logging.getLogger("test"), None, None), FakeJournal()
+    run, journal = train_opd.Run(job, None, logging.getLogger("test"), None, None, None), FakeJournal()
     stops = [train_opd.check_alarms(run, values, journal) for _ in range(3)]
     assert [event.split(" ")[0] for event in journal.events] == ([fires] if fires else [])
     assert stops == [fires == "teacher_nonfinite"] * 3
@@ -561,17 +562,17 @@ def test_nan_from_the_teacher_skips_the_step_and_stops_the_run(tmp_path, monkeyp
 def test_evaluation_uses_its_own_sampling_and_fresh_randomness(tmp_path, monkeypatch):
     """Catches an evaluation at the training temperature, on the training stream, or on the same samples every time."""
     path = write_config(tmp_path, topology__teacher_ranks=0, eval__n=3, eval__temperature=0.6, eval__top_p=0.8)
-    calls, original = [], train_opd.generate
+    calls, original = [], Engine.stream
 
-    def spy(model, prompts, **settings):
+    def spy(engine, prompts, **settings):
         calls.append(settings)
-        return original(model, prompts, **settings)
+        return original(engine, prompts, **settings)
 
     def on_student(job, world):
         run = train_opd.build_student(job, world, logging.getLogger("test"))
         run.teachers = train_opd.connect_teachers(job, world, probing=False)
         job.run_dir.mkdir(parents=True)
-        monkeypatch.setattr(train_opd, "generate", spy)
+        monkeypatch.setattr(Engine, "stream", spy)
         for run.step in (0, 3):
             train_opd.evaluate(run)
         return [(c["temperature"], c["top_p"], c["n"], c["max_new_tokens"], c["seed"], c["step"]) for c in calls]
@@ -583,7 +584,7 @@ def test_evaluation_uses_its_own_sampling_and_fresh_randomness(tmp_path, monkeyp
 def test_mean_and_pass_at_n(tmp_path):
     """Catches pass@n that wants all samples right, grades of the wrong prompt's samples, unanswered prompts counted."""
     job = train_opd.prepare(cfg.load(write_config(tmp_path, eval__n=2)), 3, 3)
-    run, metrics = train_opd.Run(job, None, logging.getLogger("test"), None, None), Metrics()
+    run, metrics = train_opd.Run(job, None, logging.getLogger("test"), None, None, None), Metrics()
     prompts = [train_opd.Prompt((65,), answer) for answer in ("1", None, "2", "3")]
     train_opd.record_answers(run, prompts, ["1", "9", "1", "1", "9", "2", "9", "9"], metrics)
     assert metrics.reduce() == pytest.approx({"eval/exact_match": 1 / 3, "eval/mean_at_n": 1 / 3, "eval/pass_at_n": 2 / 3})

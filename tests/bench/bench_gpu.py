@@ -125,7 +125,7 @@ def agreement(device: torch.device, scale: int) -> list[Row]:
 
 
 def graph_decode(device: torch.device, scale: int) -> list[Row]:
-    """Graph replay against the same steps one kernel at a time, bf16; tokens whose uniform is near an edge may differ."""
+    """Graph replay against the same steps kernel by kernel, bf16: near an edge of the CDF a token may differ."""
     model = random_lm(shape(scale, num_layers=8), device, torch.bfloat16).requires_grad_(False).eval().fuse()
     prompts, new = random_prompts(model.config, 16, 32), 64
     run = partial(engine.generate, model, prompts, max_new_tokens=new, capture_top_k=K)
@@ -168,8 +168,7 @@ def sparse_head(device: torch.device, scale: int) -> list[Row]:
     (sparse_s, sparse_bytes), (dense_s, dense_bytes) = ((median_s(fn, device), peak_bytes(fn, device)) for fn in sides)
     what = f"student head + loss, fwd + bwd, bf16, N {num_rows}, D {width}, V {vocab}, K {K}"
     against = "dense logits, fp32 log_softmax, gather"
-    return [Row(f"{what}: time", against, sparse_s / dense_s, f"{1000 * sparse_s:.1f} ms / {1000 * dense_s:.1f} ms",
-                "<= 0.3"),
+    return [Row(f"{what}: time", against, sparse_s / dense_s, f"{1000 * sparse_s:.1f} ms / {1000 * dense_s:.1f} ms"),
             Row(f"{what}: peak memory", against, sparse_bytes / dense_bytes,
                 f"{sparse_bytes / 1e6:.0f} MB / {dense_bytes / 1e6:.0f} MB", "<= 0.3")]
 
@@ -199,7 +198,7 @@ def decode_speed(device: torch.device, scale: int) -> list[Row]:
                 pass
 
         decode(long)  # captures all graphs
-        long_s, short_s = (median_s(partial(decode, count), device, rounds=2) for count in (long, short))
+        long_s, short_s = (median_s(partial(decode, count), device, rounds=3) for count in (long, short))
         step_s = (long_s - short_s) / (long - short)
         kv_bytes = batch * (prompt + (short + long) // 2) * token_bytes
         floor_s = (weight_bytes + kv_bytes) / bandwidth
@@ -247,10 +246,10 @@ def training(device: torch.device, scale: int) -> list[Row]:
     num_tokens, weights = 4 * rows * width, sum(p.numel() for p in model.model.layers.parameters())
     attention = 6 * config.num_layers * config.num_heads * config.head_dim * width  # causal: half of all pairs
     flops, limit = num_tokens * (6 * weights + attention), matmul_flops(device, scale)
-    return [Row(f"training step, {weights / 1e9:.2f}B parameters in {config.num_layers} layers, {num_tokens} tokens: MFU",
+    return [Row(f"training step, {weights / 1e9:.2f}B parameters in {config.num_layers} layers: MFU",
                 "bf16 products of this GPU", flops / seconds / limit,
-                f"{num_tokens / seconds:.0f} tokens/s, {flops / seconds / 1e12:.1f} / {limit / 1e12:.1f} TFLOP/s, "
-                f"{seconds:.3f} s; {peak / 1e9:.1f} GB beside weights and optimizer", ">= 0.4")]
+                f"{num_tokens} tokens, {num_tokens / seconds:.0f}/s, {flops / seconds / 1e12:.1f} / "
+                f"{limit / 1e12:.1f} TFLOP/s, {seconds:.3f} s; {peak / 1e9:.1f} GB beside weights and optimizer")]
 
 
 def fill_shards(model: CausalLM) -> None:
@@ -277,7 +276,9 @@ def main() -> None:
             rows = bench(device, args.scale)
             print_rows(rows)
             if args.results:
-                append_results(args.results, rows, gpu=name, scale=args.scale)
+                append_results(args.results, rows, bench=bench.__name__, gpu=name, scale=args.scale)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # graphs have pools of their own, which nothing else may use
 
 
 if __name__ == "__main__":

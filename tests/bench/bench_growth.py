@@ -128,7 +128,7 @@ def bench(rounds: int, scale: int) -> list[Row]:
     return [growth("V", [v // scale for v in (8_192, 32_768, 131_072)], rounds, base),
             growth("T", [t // scale for t in (64, 128, 256, 512)], rounds, base),
             growth("K", [4, 16, 64], rounds, base),
-            growth("ranks", [1, 2], rounds, base)]
+            growth("ranks", [1, 2, 4], rounds, replace(base, T=1024 // scale))]
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def engine(model: torch.nn.Module, prompts: list[list[int]], lengths: list[int],
     return sum(len(sample.tokens) for _, sample in stream)
 
 
-def bench(folder: Path, *, num_prompts: int, batch_size: int, rounds: int) -> None:
+def bench(folder: Path, *, num_prompts: int, batch_size: int, rounds: int) -> dict[str, float]:
+    """Useful tokens/s of each side."""
     from transformers import AutoModelForCausalLM, __version__
 
     ours = load_lm(folder).requires_grad_(False).fuse()
@@ -82,6 +83,7 @@ def bench(folder: Path, *, num_prompts: int, batch_size: int, rounds: int) -> No
     best = fastest_s(sides, rounds, num_tokens=sum(lengths))
     for name, seconds in best.items():
         print(f"  {name:<36} {sum(lengths) / seconds:7.1f} useful tokens/s   {best['transformers'] / seconds:5.2f} x")
+    return {name: sum(lengths) / seconds for name, seconds in best.items()}
 
 
 if __name__ == "__main__":

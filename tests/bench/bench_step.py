@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples/s of a whole OPD step (sampling, teacher, loss, backward, AdamW) against TRL's DistillationTrainer.
 
-    python tests/bench/bench_step.py .cache/smollm2 --trl-python OTHER_VENV/bin/python          # about 3 minutes
+    python tests/bench/bench_step.py .cache/smollm2 --trl-python OTHER_VENV/bin/python          # 2 to 3 minutes
     python tests/bench/bench_step.py .cache/smollm2 --prompts 4 --new-tokens 8 --rounds 1       # for a look
 
 Both sides sample from the same student at temperature 1, get the same chat prompts in every step, responses of the same
 length (no end of text), compute in fp32, use all cores, and take turns step by step; the fastest step of each counts.
-Ours runs twice: in one process with the teacher inline, and as one student and one teacher rank that share the threads.
+Ours is one process with the teacher inline or, with --ranks 2, a student and a teacher rank that share the threads.
 A step in ten looks at the teacher's whole vocabulary (metrics.mass_every), which is counted with a tenth of its time.
 TRL's settings: trl_steps.py. The losses differ as the two programs do: ours looks at 16 ids, TRL's at the vocabulary.
 """
@@ -87,8 +87,8 @@ def match(rank: int, path: Path, num_ranks: int, threads: int, rounds: int, trl:
     run = train_opd.build_student(job, world, logging.getLogger("bench"))
     run.teachers = train_opd.connect_teachers(job, world, probing=False)
     config = job.config
-    peer = trl and Peer(trl, [config.student.path, config.teacher.path, config.data.train[0],
-                              str(config.rollout.max_new_tokens)], threads)
+    arguments = [config.student.path, config.teacher.path, config.data.train[0], str(config.rollout.max_new_tokens)]
+    peer = Peer(trl, arguments, threads) if trl else None
     ours, theirs = take_turns(run, peer, rounds)
     run.teachers.stop()
     if peer:
@@ -111,32 +111,32 @@ def take_turns(run: train_opd.Run, peer: Peer | None, rounds: int) -> tuple[list
     return ours, theirs
 
 
-def bench(models: Path, *, num_prompts: int, new_tokens: int, rounds: int, threads: int, trl: str | None) -> list[Row]:
-    rows = []
-    for num_ranks, name in ((1, "inline teacher"), (2, "one student and one teacher rank")):
-        with tempfile.TemporaryDirectory() as folder:
-            path = write_job(Path(folder), models, num_prompts=num_prompts, new_tokens=new_tokens,
-                             num_ranks=num_ranks, rounds=rounds)
-            values = run_ranks(partial(match, path=path, num_ranks=num_ranks, threads=threads, rounds=rounds, trl=trl),
-                               num_ranks, timeout_s=600)[0]
-        ours_s = 0.9 * values["plain"] + 0.1 * values["mass"]
-        measured = (f"{num_prompts / ours_s:.2f} samples/s ({values['plain']:.2f} s a step, {values['mass']:.2f} s with "
-                    "masses)" + (f" / {num_prompts / values['trl']:.2f} samples/s ({values['trl']:.2f} s)" if trl else
-                                 "; TRL is not installed"))
-        rows.append(Row(f"whole OPD step, SmolLM2-135M, {num_prompts} prompts x {new_tokens} tokens, fp32, {threads} "
-                        f"threads: {name}", "TRL DistillationTrainer", values["trl"] / ours_s if trl else None, measured,
-                        ">= 2.0"))
-    return rows
+def bench(models: Path, *, num_ranks: int, num_prompts: int, new_tokens: int, rounds: int, threads: int,
+          trl: str | None) -> list[Row]:
+    """num_ranks: 1, the teacher inline, or 2. trl: an interpreter that has it; None leaves the peer out."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_job(Path(folder), models, num_prompts=num_prompts, new_tokens=new_tokens, num_ranks=num_ranks,
+                         rounds=rounds)
+        values = run_ranks(partial(match, path=path, num_ranks=num_ranks, threads=threads, rounds=rounds, trl=trl),
+                           num_ranks, timeout_s=600)[0]
+    ours_s, trl_s = 0.9 * values["plain"] + 0.1 * values["mass"], values["trl"]
+    ours = f"{num_prompts / ours_s:.2f} samples/s ({values['plain']:.2f} s a step, with masses {values['mass']:.2f} s)"
+    theirs = f"{num_prompts / trl_s:.2f} samples/s ({trl_s:.2f} s a step)" if trl else "TRL is not installed"
+    sides = ("teacher inline", "a student and a teacher rank")[num_ranks - 1]
+    return [Row(f"whole OPD step, SmolLM2-135M, {num_prompts} prompts x {new_tokens} tokens, fp32, {threads} threads, "
+                f"{sides}: samples/s", "TRL DistillationTrainer", trl_s / ours_s if trl else None,
+                f"{ours} / {theirs}", ">= 2.0")]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", type=Path, help="folder with student/ and teacher/, of real_model/make_smollm2.py")
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL (default: TRL is left out)")
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2), help="2: the teacher has a rank of its own")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    print_rows(bench(args.models.resolve(), num_prompts=args.prompts, new_tokens=args.new_tokens, rounds=args.rounds,
-                     threads=args.threads, trl=args.trl_python))
+    print_rows(bench(args.models.resolve(), num_ranks=args.ranks, num_prompts=args.prompts, new_tokens=args.new_tokens,
+                     rounds=args.rounds, threads=args.threads, trl=args.trl_python))

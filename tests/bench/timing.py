@@ -116,6 +116,3 @@ def peak_extra_bytes(fn: Callable[[], object]) -> int:
     del result
     return peak
 
-
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %"

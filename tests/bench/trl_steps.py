@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of TRL's DistillationTrainer, one for each line on stdin; answers "SECONDS TOKENS", tokens seen so far.
 
-    python tests/bench/trl_steps.py STUDENT TEACHER PROMPTS NEW_TOKENS       # run by bench_step.py, in TRL's environment
+    python tests/bench/trl_steps.py STUDENT TEACHER PROMPTS NEW_TOKENS       # bench_step.py runs it
 
 Each step uses all prompts of the file, and every response has NEW_TOKENS tokens. Settings, to TRL's advantage where
 there is a choice: fp32 as on our side, no activation recomputation (its default is to recompute), all prompts in one
