@@ -33,7 +33,8 @@ def train_values(step: int, num_steps: int, noise: random.Random) -> dict[str, f
         "overlap_token_advantage": -0.01 - 0.4 * left * noise.random(), "student_entropy": 0.3 + 0.8 * left,
         "teacher_entropy": 0.28 + 0.25 * left * noise.random(), "response_length": length,
         "truncated_frac": max(0.0, 0.2 * left - 0.01), "repetition_frac": 0.05 * left, "tokens": round(length * 64),
-        "logprob_gap": 1e-6 * noise.random(), "step_applied": True, "skipped_steps": 0,
+        "logprob_gap": 1e-6 * noise.random(), "staleness": 0.0, "step_applied": True, "skipped_steps": 0,
+        "time/teacher_busy_s": 0.8 * wait_s,
         "time/step_s": roll_s + wait_s + train_s + 0.1, "time/roll_s": roll_s, "time/teacher_wait_s": wait_s,
         "time/train_s": train_s, "time/other_s": 0.1, "tokens_per_s": 64 * length / (roll_s + wait_s + train_s),
         "memory_peak_bytes": 1.3e9 + 1e8 * left}

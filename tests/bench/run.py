@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -107,7 +108,8 @@ def alone(name: str, options: Namespace) -> list[Row]:
         try:
             return pool.submit(BENCHES[name], options).result()
         except Exception as error:
-            return [Row(name, "-", None, f"FAILED: {type(error).__name__}: {error}")]
+            traceback.print_exc()
+            return [Row(name, "-", None, f"FAILED: {f'{error!r}: {error}'.strip().splitlines()[-1]}")]
 
 
 def trl_version(python: str | None) -> dict[str, str]:
