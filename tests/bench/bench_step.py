@@ -2,10 +2,11 @@
 """Samples/s of a whole OPD step (sampling, teacher, loss, backward, AdamW) against TRL's DistillationTrainer.
 
     python tests/bench/bench_step.py .cache/smollm2 --trl-python OTHER_VENV/bin/python          # 2 to 3 minutes
-    python tests/bench/bench_step.py .cache/smollm2 --prompts 4 --new-tokens 8 --rounds 1       # for a look
+    python tests/bench/bench_step.py .cache/smollm2 --prompts 4 --new-tokens 12 --rounds 1       # for a look
 
-Both sides sample from the same student at temperature 1, get the same chat prompts in every step, responses of the same
-length (no end of text), compute in fp32, use all cores, and take turns step by step; the fastest step of each counts.
+Both sides sample from the same student at temperature 1, get the same chat prompts in every step, with responses of the
+same lengths (from 8 to --new-tokens evenly; --equal: all the longest), compute in fp32, use all cores, and take turns
+step by step; the fastest step of each counts.
 Ours is one process with the teacher inline or, with --ranks 2, a student and a teacher rank that share the threads.
 One step in ten looks at the teacher's whole vocabulary (metrics.mass_every by default): both kinds are measured, and
 weighted so.
@@ -33,6 +34,7 @@ from ranks import run_ranks
 
 import train_opd
 from distill_core import config as cfg
+from distill_core.generate import Engine
 from distill_core.topology import make_groups
 
 PROMPTS = HERE.parent / "real_model/prompts_train.jsonl"
@@ -77,7 +79,25 @@ def write_job(folder: Path, models: Path, *, num_prompts: int, new_tokens: int, 
     return path
 
 
-def match(rank: int, path: Path, num_ranks: int, threads: int, rounds: int, trl: str | None) -> dict[str, float] | None:
+def own_lengths(num_prompts: int, new_tokens: int) -> list[int]:
+    """From 8 to `new_tokens`, evenly, long and short ones mixed."""
+    shortest = min(8, new_tokens)
+    places = [i * 7 % num_prompts for i in range(num_prompts)] if num_prompts % 7 else range(num_prompts)
+    return [shortest + (new_tokens - shortest) * i // max(num_prompts - 1, 1) for i in places]
+
+
+class OwnLengths(Engine):
+    """Samples of the length that goes with their prompt."""
+
+    lengths: dict[tuple[int, ...], int]
+
+    def stream(self, prompts, **settings):
+        own = [self.lengths[tuple(prompt)] for prompt in prompts]
+        return super().stream(prompts, **(settings | {"max_new_tokens": own}))
+
+
+def match(rank: int, path: Path, num_ranks: int, threads: int, rounds: int, trl: str | None,
+          lengths: list[int]) -> dict[str, float] | None:
     """Fastest seconds of "mass", "plain" and "trl" steps on the student's rank; None on the teacher's."""
     torch.set_num_threads(max(threads // num_ranks, 1))
     job = train_opd.prepare(cfg.load(path), num_ranks, num_ranks)
@@ -86,8 +106,10 @@ def match(rank: int, path: Path, num_ranks: int, threads: int, rounds: int, trl:
         return train_opd.serve_teacher(job, world)
     run = train_opd.build_student(job, world, logging.getLogger("bench"))
     run.teachers = train_opd.connect_teachers(job, world, probing=False)
+    run.engine = OwnLengths(run.replica)
+    run.engine.lengths = {tuple(prompt.ids): length for prompt, length in zip(job.train, lengths, strict=True)}
     config = job.config
-    arguments = [config.student.path, config.teacher.path, config.data.train[0], str(config.rollout.max_new_tokens)]
+    arguments = [config.student.path, config.teacher.path, config.data.train[0], ",".join(map(str, lengths))]
     peer = Peer(trl, arguments, threads) if trl else None
     times = take_turns(run, peer, rounds)
     run.teachers.stop()
@@ -99,7 +121,7 @@ def match(rank: int, path: Path, num_ranks: int, threads: int, rounds: int, trl:
 def take_turns(run: train_opd.Run, peer: Peer | None, rounds: int) -> dict[str, list[float]]:
     """Seconds of "mass", "plain" and "trl" steps; the first one of each is a warm-up."""
     times: dict[str, list[float]] = {"mass": [], "plain": [], "trl": []}
-    expected = sum(len(prompt.ids) + run.job.config.rollout.max_new_tokens for prompt in run.job.train)
+    expected = sum(len(prompt.ids) + run.engine.lengths[tuple(prompt.ids)] for prompt in run.job.train)
     for turn in range(rounds + 1):
         for name in ("mass", "plain"):  # mass_every is 2
             times[name].append(seconds_of(lambda: train_opd.step_once(run, train_opd.roll(run), 0)))
@@ -111,18 +133,20 @@ def take_turns(run: train_opd.Run, peer: Peer | None, rounds: int) -> dict[str, 
 
 
 def bench(models: Path, *, num_ranks: int, num_prompts: int, new_tokens: int, rounds: int, threads: int,
-          trl: str | None) -> list[Row]:
+          trl: str | None, equal: bool = False) -> list[Row]:
     """num_ranks: 1, the teacher inline, or 2. trl: an interpreter that has it; None leaves the peer out."""
+    lengths = [new_tokens] * num_prompts if equal else own_lengths(num_prompts, new_tokens)
     with tempfile.TemporaryDirectory() as folder:
         path = write_job(Path(folder), models, num_prompts=num_prompts, new_tokens=new_tokens, num_ranks=num_ranks)
-        values = run_ranks(partial(match, path=path, num_ranks=num_ranks, threads=threads, rounds=rounds, trl=trl),
-                           num_ranks, timeout_s=600)[0]
+        values = run_ranks(partial(match, path=path, num_ranks=num_ranks, threads=threads, rounds=rounds, trl=trl,
+                                   lengths=lengths), num_ranks, timeout_s=600)[0]
     ours_s, trl_s = 0.9 * values["plain"] + 0.1 * values["mass"], values.get("trl")
     ours = f"{num_prompts / ours_s:.2f} samples/s ({values['plain']:.2f} s a step, with masses {values['mass']:.2f} s)"
     theirs = f"{num_prompts / trl_s:.2f} samples/s ({trl_s:.2f} s a step)" if trl else "TRL is not installed"
     sides = ("teacher inline", "a student and a teacher rank")[num_ranks - 1]
-    return [Row(f"whole OPD step, SmolLM2-135M, {num_prompts} prompts x {new_tokens} tokens, fp32, {threads} threads, "
-                f"{sides}: samples/s", "TRL DistillationTrainer", trl_s / ours_s if trl else None,
+    told = f"{new_tokens} tokens each" if equal else f"own lengths {min(lengths)}-{max(lengths)}"
+    return [Row(f"whole OPD step, SmolLM2-135M, {num_prompts} prompts, {told}, fp32, {threads} threads, {sides}: "
+                "samples/s", "TRL DistillationTrainer", trl_s / ours_s if trl else None,
                 f"{ours} / {theirs}", ">= 2.0")]
 
 
@@ -131,10 +155,11 @@ if __name__ == "__main__":
     parser.add_argument("models", type=Path, help="folder with student/ and teacher/, of real_model/make_smollm2.py")
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL (default: TRL is left out)")
     parser.add_argument("--ranks", type=int, default=1, choices=(1, 2), help="2: the teacher has a rank of its own")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=96, help="of the longest response")
+    parser.add_argument("--equal", action="store_true", help="all responses are as long as the longest")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     print_rows(bench(args.models.resolve(), num_ranks=args.ranks, num_prompts=args.prompts, new_tokens=args.new_tokens,
-                     rounds=args.rounds, threads=args.threads, trl=args.trl_python))
+                     rounds=args.rounds, threads=args.threads, trl=args.trl_python, equal=args.equal))

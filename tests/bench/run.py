@@ -61,8 +61,8 @@ def rollout(options: Namespace) -> list[Row]:
 
 def step(options: Namespace, num_ranks: int = 1) -> list[Row]:
     from bench_step import bench
-    return bench(options.model, num_ranks=num_ranks, num_prompts=max(8 // options.scale, 2),
-                 new_tokens=max(64 // options.scale, 4), rounds=3 if options.scale == 1 else 1,
+    return bench(options.model, num_ranks=num_ranks, num_prompts=max(16 // options.scale, 2),
+                 new_tokens=max(96 // options.scale, 12), rounds=2 if options.scale == 1 else 1,
                  threads=options.threads, trl=options.trl_python)
 
 
