@@ -128,7 +128,7 @@ def prepare(config: cfg.OPDConfig, world_size: int, local_world_size: int) -> Jo
                      "the others are padding beyond all tokenizers")
     if not stop_ids:
         notes.append("no stop id is known: every response runs to max_new_tokens (set rollout.stop_ids)")
-    longest = config.data.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
+    longest = row_tokens(config)
     limit = min(lm.max_length for lm in (student_lm, *teacher_lms))
     if longest > limit:
         notes.append(f"warning: up to {longest} tokens, beyond the {limit} (max_position_embeddings) for which student "
@@ -196,6 +196,8 @@ def fingerprints(job: Job) -> dict[str, Any]:
     flat = cfg.flatten(job.config, leave_out=FREE_KEYS)
     if job.config.optim.schedule != "constant":
         flat["max_steps"] = job.config.max_steps
+    if job.config.rollout.async_depth:
+        flat["checkpoint.every"] = job.config.checkpoint.every  # the rollout after a checkpoint is not sampled ahead
     prompts = hashlib.sha256(json.dumps([(prompt.ids, job.route(prompt)) for prompt in job.train]).encode()).hexdigest()
     for index, (lm, digest) in enumerate(zip(job.teacher_lms, job.teacher_digests)):
         section = "teacher" if len(job.teachers) == 1 else f"teachers[{index}]"
@@ -239,6 +241,7 @@ def connect_teachers(job: Job, world: World, *, probing: bool) -> Teachers:
     teachers = Teachers([connect_teacher(job, world, index, job.config.student.path if probing else teacher.path, pulse)
                          for index, teacher in enumerate(job.teachers)])
     pulse.finish()
+    teachers.open()
     return teachers
 
 
@@ -395,7 +398,7 @@ def start_sampling(run: Run, prompts: Sequence[Prompt], pulse: Pulse) -> Iterato
     dealt = [sum((part[rank] for part in parts), []) for rank in range(num_ranks)]
     batch_size, queue = rollout.batch_size, dealt[run.index]
     if rollout.balance == "shared_counter":
-        batch_size = min(batch_size, max(1, n * len(queue)))  # a larger one would take everything at once
+        batch_size = min(batch_size, max(1, n * (len(queue) // 2)))  # a larger one would claim before it has sampled
         queue = claim(dealt, run.index, shared_counter(f"rollout {run.position}"))
     return run.sampler().stream(ids, max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature,
                          top_p=rollout.top_p, top_k=rollout.top_k, stop_ids=run.job.stop_ids, n=n, seed=config.seed,

@@ -520,7 +520,7 @@ def _idle_opd(config: OPDConfig) -> list[tuple[str, bool, str]]:
     """(option, whether nothing reads it, why) of job opd."""
     loss, greedy_eval = config.loss, config.eval.temperature == 0
     on_policy = config.rollout.updates_per_rollout == 1 and config.rollout.async_depth == 0
-    return [("loss.top_k", not loss.mode.endswith("_topk"), f"loss.mode={loss.mode} takes no top-K"),
+    return [("loss.top_k", "_topk" not in loss.mode, f"loss.mode={loss.mode} takes no top-K"),
             ("loss.log_prob_min_clamp", loss.mode != "reverse_kl_topk", f"loss.mode={loss.mode} ignores it"),
             ("loss.advantage_clip", loss.mode != "reverse_kl_sampled", f"loss.mode={loss.mode} has no advantage"),
             ("loss.jsd_beta", loss.mode != "jsd_topk", f"loss.mode={loss.mode} has no mixture"),
@@ -564,6 +564,9 @@ def _surprises_opd(config: OPDConfig) -> list[str]:
     if config.rollout.async_depth == 1 and all(ranks == 0 for ranks in teacher_ranks_of(config)):
         lines.append("rollout.async_depth=1 makes samples older and gains nothing: no teacher has ranks of its own "
                      "that could work meanwhile")
+    if config.rollout.async_depth == 1:
+        lines.append("rollout.async_depth=1 samples anew after each checkpoint, and after a stop: a run that was stopped "
+                     "between checkpoints is not the undisturbed one bit for bit")
     if config.rollout.balance == "shared_counter":
         lines.append("rollout.balance=shared_counter deals prompts by speed: a resumed run is not bit-exact")
     if config.data.eval in config.data.train:

@@ -87,7 +87,7 @@ def _gather_unit(parameters: Sequence[Tensor], targets: Sequence[Tensor]) -> Non
         pairs = [(p, target) for p, target in sharded if target.dtype == dtype]
         mesh = pairs[0][0].device_mesh
         num_rows = [-(-p.shape[0] // mesh.size()) for p, _ in pairs]  # of a shard
-        sizes = [rows * p[0].numel() for rows, (p, _) in zip(num_rows, pairs)]
+        sizes = [rows * p.shape[1:].numel() for rows, (p, _) in zip(num_rows, pairs)]
         mine = torch.zeros(sum(sizes), dtype=dtype, device=pairs[0][1].device)
         for part, (p, _) in zip(mine.split(sizes), pairs):
             part[:p.to_local().numel()] = p.to_local().flatten()

@@ -142,6 +142,7 @@ class Teachers:
         replies = [part.result() for part in handle.parts]
         for teacher in self._teachers:
             teacher.hand_over(through)
+        self.progress()  # where that round is over already: later ones go on, and the teachers hear of this rank
         return replies[0] if handle.route_N is None else _merge(replies, handle.route_N)
 
     def progress(self) -> None:
@@ -153,6 +154,11 @@ class Teachers:
     def stop_wanted(self) -> bool:
         """Whether a rank that only serves was asked to stop the job."""
         return any(teacher.stop_wanted for teacher in self._teachers)
+
+    def open(self) -> None:
+        """Once all sides have loaded."""
+        for teacher in self._teachers:
+            teacher.open()
 
     def stop(self) -> None:
         """End `serve` on all teacher ranks; all results must have been taken."""
@@ -193,6 +199,9 @@ class InlineTeacher:
 
     def progress(self) -> None:
         """Nobody waits for an inline teacher's students."""
+
+    def open(self) -> None:
+        """There is no other side."""
 
     def finish_round(self, seq: int) -> None:
         """There are no rounds: the forward happens in `InlineHandle.result`."""
@@ -272,7 +281,7 @@ class Header(NamedTuple):
     dtype: int = 0
     extra: int = 0  # request: bits of the float64 temperature; reply: number of non-finite values
     busy_us: int = 0  # reply: time that this rank has computed in the round
-    stop_wanted: int = 0  # reply: this rank was asked to stop the job
+    stop_wanted: int = 0  # last row of a table: a rank of the teacher was asked to stop the job
 
     def pack(self) -> Tensor:
         values = [MAGIC, VERSION, *self]
@@ -315,10 +324,24 @@ def _bits_float(bits: int) -> float:
     return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
-def read_table(table: Tensor, students: Sequence[int], seq: int) -> list[Header]:
-    """The headers of all students in round `seq`, as the teacher's first rank has passed them on."""
-    return [unpack_header(row, sender=student, seq=seq, opcodes=(SCORE, STOP))
-            for row, student in zip(table.tolist(), students, strict=True)]
+def read_table(table: Tensor, links: Links, seq: int) -> tuple[list[Header], bool]:
+    """The headers of all students in round `seq`, as the teacher's first rank has passed them on, and whether a rank of
+    the teacher was asked to stop the job: that stands in a last row, its own."""
+    headers = [unpack_header(row, sender=sender, seq=seq, opcodes=(SCORE, STOP, REPLY))
+               for row, sender in zip(table.tolist(), (*links.students, links.teachers[0]), strict=True)]
+    return headers[:-1], bool(headers[-1].stop_wanted)
+
+
+def open_pairs(links: Links) -> None:
+    """One number from each student to each teacher rank, in the same order on all: on CUDA the first message between two
+    ranks sets up a communicator, for which each would wait inside of something else later."""
+    for student in links.students:
+        for teacher in links.teachers:
+            number = torch.zeros(1, device=links.device)
+            if links.rank == student:
+                dist.send(number, teacher)
+            elif links.rank == teacher:
+                dist.recv(number, student)
 
 
 class Segment(NamedTuple):
@@ -372,6 +395,7 @@ class RemoteTeacher:
         self.links, self.shape, self.head, self.temperature = links, shape, head, temperature
         self._seq = 0
         self.stop_wanted = False  # whether a rank of the teacher was asked to stop the job
+        self.held = 0  # replies that nobody has taken yet
         self._queue: deque[RemoteHandle] = deque()  # the first one's round is on its way
         self._sends: deque[tuple[int, dist.Work, Tensor]] = deque()  # a tensor must outlive its asynchronous send
         self._last_sent = time.monotonic()
@@ -387,19 +411,27 @@ class RemoteTeacher:
         self.progress()
         return handle
 
+    def open(self) -> None:
+        """Once both sides are there: see `open_pairs`."""
+        open_pairs(self.links)
+
     def progress(self) -> None:
         """Move what has arrived, without waiting; when nothing is owed, a NOOP after a quarter of the timeout."""
-        while self._queue and self._queue[0].advance(wait=False):
+        while self._queue and not self._holds_enough() and self._queue[0].advance(wait=False):
             pass
         if not self._queue and time.monotonic() - self._last_sent > self.links.timeout_s / 4:
             self._send_header(Header(self._seq, NOOP, self.links.rank))
 
+    def _holds_enough(self) -> bool:
+        """Hidden states are large: of those, no more than two micro-batches' lie here before they are used."""
+        return self._queue[0].request.want_hidden and self.held >= 2
+
     def stop(self) -> None:
         assert not self._queue, "results are still owed"
         self._send_header(Header(self._seq, STOP, self.links.rank))
-        awaited = self.receive(len(self.links.students), self.links.teachers[0])
+        awaited = self.receive(len(self.links.students) + 1, self.links.teachers[0])
         awaited.work.wait()
-        read_table(awaited.buffer, self.links.students, self._seq)
+        read_table(awaited.buffer, self.links, self._seq)
         self.finish_sends(self._seq)
 
     def finish_round(self, seq: int) -> None:
@@ -459,8 +491,11 @@ class RemoteHandle:
         self._awaited: Receive | None = None
 
     def result(self) -> Reply:
+        """The reply, once: it is not kept here."""
         self.teacher.finish_round(self.seq)
-        return self.reply
+        reply, self.reply = self.reply, None
+        self.teacher.held -= 1
+        return reply
 
     def advance(self, *, wait: bool) -> bool:
         """Go on to the next point of waiting; False if that needs something that has not arrived, and `wait` is off."""
@@ -473,9 +508,9 @@ class RemoteHandle:
 
     def _round(self) -> Generator[Receive, None, None]:
         teacher, links = self.teacher, self.teacher.links
-        awaited = teacher.receive(len(links.students), links.teachers[0])
+        awaited = teacher.receive(len(links.students) + 1, links.teachers[0])
         yield awaited
-        table = read_table(awaited.buffer, links.students, self.seq)
+        table, teacher.stop_wanted = read_table(awaited.buffer, links, self.seq)
         me = links.students.index(links.rank)
         if table[me] != self.header:
             raise RuntimeError(f"teacher protocol: rank {links.teachers[0]} acknowledges {table[me]}, this rank has "
@@ -491,9 +526,9 @@ class RemoteHandle:
             yield awaited
             header = unpack_header(awaited.buffer[0].tolist(), sender=links.teachers[segment.teacher], seq=self.seq,
                                    opcodes=(REPLY,))
-            teacher.stop_wanted |= bool(header.stop_wanted)
             parts.append(_receive_values(links, teacher.shape, self.request, header, segment))
         self.reply = _join(parts or [_empty_reply(teacher.shape, self.request, links.device)])
+        teacher.held += 1
         teacher.round_over(self)
 
     def _send_rows(self, segment: Segment) -> None:
@@ -556,11 +591,12 @@ def serve(model: nn.Module, links: Links, shape: Shape, *, chunk_size: int,
           stop_wanted: Callable[[], bool] = lambda: False) -> int:
     """Answer rounds until every student has sent STOP; returns their number. Any fault raises, and so ends the job.
 
-    stop_wanted: whether this rank was asked to stop the job; the students hear of it with the next replies.
+    stop_wanted: whether this rank was asked to stop the job; the students hear of it in the next round.
     """
+    open_pairs(links)
     seq, me = 0, links.teachers.index(links.rank)
     while True:
-        table = _next_round(links, shape, seq)
+        table = _next_round(links, shape, seq, stop_wanted)
         if table[0].opcode == STOP:
             return seq
         segments = split_rows([header.rows for header in table], len(links.teachers))
@@ -577,26 +613,30 @@ def serve(model: nn.Module, links: Links, shape: Shape, *, chunk_size: int,
             first = 0
             for segment in forward:
                 last = first + len(requests[segment].positions_N)
-                _send_reply(links, shape, seq, links.students[segment.student], _cut(reply, first, last, busy_s),
-                            stop_wanted=stop_wanted())
+                _send_reply(links, shape, seq, links.students[segment.student], _cut(reply, first, last, busy_s))
                 first = last
         seq += 1
 
 
-def _next_round(links: Links, shape: Shape, seq: int) -> list[Header]:
+def _next_round(links: Links, shape: Shape, seq: int, stop_wanted: Callable[[], bool]) -> list[Header]:
     """The headers of all students for round `seq`, the same on every teacher rank, acknowledged to every student."""
-    table = torch.zeros(len(links.students), HEADER_LEN, dtype=torch.int64)
-    if links.rank == links.teachers[0]:
+    table = torch.zeros(len(links.students) + 1, HEADER_LEN, dtype=torch.int64)
+    is_leader = links.rank == links.teachers[0]
+    if is_leader:
         headers = [_receive_header(links, student, seq) for student in links.students]
         _check_round(headers, shape)
-        table = torch.stack([header.pack() for header in headers])
-        for student in links.students:
-            dist.send(table, student, group=links.control)
+        table = torch.stack([header.pack() for header in (*headers, Header(seq, REPLY, links.rank))])
         _tell_group(links, table)
     else:
         while not table.any():  # an empty table: the leader has heard from a student that is still sampling
             _tell_group(links, table)
-    return read_table(table, links.students, seq)
+    wanted = torch.tensor([int(stop_wanted())])
+    dist.all_reduce(wanted, dist.ReduceOp.MAX, group=links.teachers_control)
+    if is_leader:
+        table[-1] = Header(seq, REPLY, links.rank, stop_wanted=int(wanted)).pack()
+        for student in links.students:
+            dist.send(table, student, group=links.control)
+    return read_table(table, links, seq)[0]
 
 
 def _tell_group(links: Links, table: Tensor) -> None:
@@ -611,7 +651,7 @@ def _receive_header(links: Links, student: int, seq: int) -> Header:
         header = unpack_header(raw.tolist(), sender=student, seq=seq, opcodes=(NOOP, SCORE, STOP))
         if header.opcode != NOOP:
             return header
-        _tell_group(links, torch.zeros(len(links.students), HEADER_LEN, dtype=torch.int64))
+        _tell_group(links, torch.zeros(len(links.students) + 1, HEADER_LEN, dtype=torch.int64))
 
 
 def _check_round(headers: Sequence[Header], shape: Shape) -> None:
@@ -631,7 +671,7 @@ def _check_round(headers: Sequence[Header], shape: Shape) -> None:
                                f"{shape.told(header[9:12])}, this one has {shape.told(shape.codes)}")
         if not 0.0 < _bits_float(header.extra) < float("inf"):
             raise RuntimeError(f"teacher protocol: rank {header.rank} asks at temperature {_bits_float(header.extra)}")
-        if not 0 <= max(header.k, header.own_k) <= shape.vocab_size:
+        if header.k > shape.vocab_size + 1 or header.own_k > shape.vocab_size:  # k: the sampled token and the top K
             raise RuntimeError(f"teacher protocol: rank {header.rank} asks for {header.k} + {header.own_k} ids of a "
                                f"vocabulary of {shape.vocab_size}")
 
@@ -682,14 +722,14 @@ def _cut(reply: Reply, first: int, last: int, busy_s: float) -> Reply:
                  _num_nonfinite(tensors[0], tensors[1], tensors[4]), busy_s)
 
 
-def _send_reply(links: Links, shape: Shape, seq: int, student: int, reply: Reply, *, stop_wanted: bool) -> None:
+def _send_reply(links: Links, shape: Shape, seq: int, student: int, reply: Reply) -> None:
     values, own_k = reply.logits_NK, 0
     if reply.own_ids_NK is not None:
         own_k = reply.own_ids_NK.shape[1]
         values = torch.cat([values, reply.lse_N[:, None], reply.entropy_N[:, None], reply.own_logits_NK], dim=1)
     positions, k = reply.logits_NK.shape
     header = Header(seq, REPLY, links.rank, positions, 1, positions, k, own_k, len(reply.hidden), *shape.codes,
-                    reply.num_nonfinite, int(reply.busy_s * 1e6), int(stop_wanted))
+                    reply.num_nonfinite, int(reply.busy_s * 1e6))
     dist.send(header.pack(), student, group=links.control)
     for tensor in (values, reply.own_ids_NK, *reply.hidden):
         if tensor is not None and tensor.numel():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 import train_opd
 from distill_core.metrics import Metrics
+
+sys.path.insert(0, str(Path(__file__).parent / "bench"))
+from timing import peak_extra_bytes  # noqa: E402
 
 VOCAB = 5003
 
@@ -28,10 +33,11 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def largest_of_a_step(tmp_path, *overrides) -> tuple[int, int]:
-    """(elements of the largest tensor of a step with an inline teacher, number of response tokens)."""
-    folders = [f"{role}.path={write_lm(tmp_path / f'wide_{role}', seed=1, vocab_size=VOCAB)}"
-               for role in ("student", "teacher")]
+def measured_step(tmp_path, measure, *overrides, vocab_size: int = VOCAB):
+    """(what `measure` finds of a step with an inline teacher, number of response tokens)."""
+    names = {role: tmp_path / f"{role}_{vocab_size}" for role in ("student", "teacher")}
+    folders = [f"{role}.path={name if name.exists() else write_lm(name, seed=1, vocab_size=vocab_size)}"
+               for role, name in names.items()]
     path = write_config(tmp_path, topology__teacher_ranks=0, train__micro_batch_tokens=4000, teacher__chunk_size=9,
                         rollout__max_new_tokens=40, rollout__stop_ids=[], train__prompts_per_step=8)
 
@@ -39,12 +45,20 @@ def largest_of_a_step(tmp_path, *overrides) -> tuple[int, int]:
         run = train_opd.build_student(job, world, logging.getLogger("test"))
         run.teachers = train_opd.connect_teachers(job, world, probing=False)
         rollout, metrics = train_opd.roll(run), Metrics()
-        with Largest() as largest:
-            train_opd.train_step(run, rollout.batches[0], metrics)
-        return largest.numel, int(metrics.reduce()["tokens"])
+        found = measure(lambda: train_opd.train_step(run, rollout.batches[0], metrics))
+        return found, int(metrics.reduce()["tokens"])
 
     [found] = live(path, 1, on_student, [*folders, *overrides])
     return found
+
+
+def largest_of_a_step(tmp_path, *overrides) -> tuple[int, int]:
+    def measure(step):
+        with Largest() as largest:
+            step()
+        return largest.numel
+
+    return measured_step(tmp_path, measure, *overrides)
 
 
 @pytest.mark.parametrize("options", [[], ["loss.mode=jsd_topk"], ["rollout.samples_per_prompt=2", "loss.token_fraction=0.5"]])
@@ -65,3 +79,16 @@ def test_dense_logits_would_be_seen(tmp_path):
     """Negative control: one chunk of all tokens is a tensor of tokens x vocabulary."""
     largest, num_tokens = largest_of_a_step(tmp_path, "loss.mode=reverse_kl_full", "loss.chunk_size=100000")
     assert largest >= num_tokens * VOCAB
+
+
+def test_memory_is_flat_in_the_vocabulary_and_linear_in_one_micro_batch(tmp_path):
+    """Catches anything per token and vocabulary entry, and anything kept of all micro-batches of a step."""
+    def peak(*options, vocab_size=2003):
+        return measured_step(tmp_path, peak_extra_bytes, "metrics.mass_every=0", *options, vocab_size=vocab_size)[0]
+
+    small, prompts = "train.micro_batch_tokens=400", "train.prompts_per_step=8"
+    base, wide = peak(small, prompts), peak(small, prompts, vocab_size=8011)
+    head_bytes = (8011 - 2003) * 32 * 4  # one row an entry: gradients of head and embedding, and the optimizer's state
+    assert wide - base <= 5 * head_bytes < 320 * (8011 - 2003) * 4, "the last: one tensor of tokens x vocabulary"
+    assert peak(small, "train.prompts_per_step=32") <= 1.25 * base, "four times the batch"
+    assert 2 * base <= peak("train.micro_batch_tokens=1600", "train.prompts_per_step=32"), "four times a micro-batch"

@@ -62,7 +62,9 @@ def connect(world, tied: bool, index: int = 0) -> RemoteTeacher:
     head = LMHead(24, VOCAB, bias=False)
     head.weight = tiny(tied).lm_head.weight
     shard(head, [], world.student_mesh)
-    return RemoteTeacher(links_for(world, index), Shape(VOCAB, 24, torch.float32), head, temperature=TEMPERATURE)
+    teacher = RemoteTeacher(links_for(world, index), Shape(VOCAB, 24, torch.float32), head, temperature=TEMPERATURE)
+    teacher.open()
+    return teacher
 
 
 def assert_same(reply, wanted):
@@ -106,6 +108,71 @@ def test_each_student_gets_what_a_local_forward_gives(students, teachers, tied):
         return 4
 
     assert run_ranks(body, students + teachers) == [4] * (students + teachers)
+
+
+def test_teachers_are_fed_and_kept_waiting_for_nothing_while_a_student_trains():
+    """Catches a step longer than the timeout in which rounds that came early leave the teacher without rows or a sign of
+    life; and results that are kept after they were taken."""
+    plan = plan_ranks(2, 2, [1])
+
+    def body(rank):
+        world = make_groups(plan, torch.device("cpu"), 2)
+        if not world.is_student:
+            return serve(sharded(world.teacher_meshes[0], False), links_for(world), Shape(VOCAB, 24, torch.float32), chunk_size=CHUNK)
+        teachers = Teachers([connect(world, False)])
+        handles = [teachers.request(Request(*BATCHES[0], OWN_K), torch.zeros(4, dtype=torch.long)) for _ in range(9)]
+        deadline = time.monotonic() + 10
+        while handles[6].parts[0].reply is None:  # most of the rounds are over before training begins
+            teachers.progress()
+            assert time.monotonic() < deadline
+        for handle in handles:
+            teachers.result(handle, handle.number)
+            assert handle.parts[0].reply is None
+            time.sleep(0.4)  # a training step of nine times this, beside a timeout of 2 s
+        teachers.stop()
+
+    run_ranks(body, 2)
+
+
+def test_hidden_states_of_no_more_than_two_batches_are_held():
+    """Catches whole-vocabulary losses that keep the hidden states of a whole rollout."""
+    plan = plan_ranks(2, 2, [1])
+
+    def body(rank):
+        world = make_groups(plan, torch.device("cpu"), 20)
+        if not world.is_student:
+            return serve(sharded(world.teacher_meshes[0], False), links_for(world), Shape(VOCAB, 24, torch.float32), chunk_size=CHUNK)
+        teacher = connect(world, False)
+        handles = [teacher.request(Request(*BATCHES[0], OWN_K, True)) for _ in range(5)]
+        for _ in range(100):
+            teacher.progress()
+            time.sleep(0.01)
+        held = [handle.reply is not None for handle in handles]
+        results = [handle.result() for handle in handles]
+        teacher.stop()
+        return held, len(results)
+
+    assert run_ranks(body, 2)[0] == ([True, True, False, False, False], 5)
+
+
+@pytest.mark.parametrize("students, teachers, rows", [(1, 2, [1]), (2, 4, [1, 1])])
+def test_a_teacher_rank_without_rows_is_heard_when_it_was_asked_to_stop(students, teachers, rows):
+    """Catches a signal to a rank that scores nothing, which would be killed half a minute later."""
+    plan = plan_ranks(students + teachers, students + teachers, [teachers])
+
+    def body(rank, asked):
+        world = make_groups(plan, torch.device("cpu"), 20)
+        if not world.is_student:
+            return serve(sharded(world.teacher_meshes[0], False), links_for(world), Shape(VOCAB, 24, torch.float32),
+                         chunk_size=CHUNK, stop_wanted=lambda: rank == asked)
+        teacher, values = connect(world, False), batch(rank, [5] * rows[rank], 5)
+        teacher.request(Request(*values, OWN_K)).result()
+        teacher.stop()
+        return teacher.stop_wanted
+
+    for asked in (None, *range(students, students + teachers)):
+        heard = run_ranks(lambda rank: body(rank, asked), students + teachers)[:students]
+        assert heard == [asked is not None] * students
 
 
 @pytest.mark.parametrize("teacher_ranks", [(1, 2), (0, 1), (0, 0)])

@@ -309,6 +309,44 @@ def test_importance_weights_are_those_of_the_sampled_tokens(tmp_path):
         assert a[:2] == b[:2] and (a[2] is None or b[2:] == pytest.approx(a[2:], rel=1e-4))
 
 
+def test_importance_weights_change_older_samples_only(tmp_path):
+    """Catches weights that are computed and not used: the second step trains on samples of older weights."""
+    options = ["rollout.updates_per_rollout=2", "max_steps=2", "topology.teacher_ranks=0", "optim.lr=0.01"]
+    for name, clip in (("plain", "null"), ("loose", "9"), ("tight", "1")):
+        whole_run(write_config(tmp_path), 1, [f"name={name}", f"loss.importance_clip={clip}", *options])
+    losses = {name: [line["loss"] for line in read_jsonl(tmp_path / f"runs/{name}/metrics.jsonl") if line["kind"] == "train"]
+              for name in ("plain", "loose", "tight")}
+    for name in ("loose", "tight"):
+        assert losses[name][0] == pytest.approx(losses["plain"][0], rel=1e-4)
+    assert losses["tight"][1] < 0.999 * losses["plain"][1], "weights of at most 1 can only lower a loss that is not negative"
+    assert losses["tight"][1] < 0.999 * losses["loose"][1]
+
+
+@pytest.mark.parametrize("teacher_ranks", [1, 0])
+def test_k_may_be_the_whole_vocabulary(tmp_path, teacher_ranks):
+    """Catches a service that counts the sampled token to the K of the config."""
+    check_step(write_config(tmp_path, topology__teacher_ranks=teacher_ranks, loss__top_k=VOCAB, **STEP), 1 + teacher_ranks)
+
+
+def test_a_shared_counter_leaves_work_for_ranks_that_are_done_early(tmp_path):
+    """Catches a rank that claims prompts before it has sampled the first: the balance would be static, and random."""
+    path = write_config(tmp_path, topology__teacher_ranks=0, train__prompts_per_step=16, rollout__batch_size=64,
+                        rollout__balance="shared_counter", probe__enabled=False)
+
+    def on_student(job, world):
+        run = train_opd.build_student(job, world, logging.getLogger("test"))
+        run.teachers, claimed, original = train_opd.connect_teachers(job, world, probing=False), [], train_opd.claim
+        train_opd.claim = lambda *args: (claimed.append(index) or index for index in original(*args))
+        stream = train_opd.start_sampling(run, [job.train[i] for i in range(16)], run.pulse())
+        next(stream)
+        early = len(claimed)
+        list(stream)
+        return early, len(claimed)
+
+    found = live(path, 2, on_student)
+    assert all(early <= 8 for early, _ in found) and sum(total for _, total in found) == 16
+
+
 def test_a_shared_counter_samples_every_prompt_once(tmp_path):
     """Catches prompts lost between ranks, and samples that depend on the rank that draws them."""
     path = write_config(tmp_path, topology__teacher_ranks=0, rollout__balance="shared_counter", **STEP)
@@ -675,5 +713,7 @@ def test_what_does_not_fit_is_refused_before_loading(tmp_path):
         with pytest.raises(ValueError, match="a student rank needs about"):
             train_opd.check_memory(job, available)
     train_opd.check_memory(job, sum(parts.values()))
+    with pytest.raises(ValueError, match=r"rollout\.batch_size=[1-3] would fit"):
+        train_opd.check_memory(job, sum(parts.values()) - parts["KV cache"] // 3)
     longer = train_opd.prepare(cfg.load(write_config(tmp_path, eval__max_new_tokens=9999)), 3, 3)
     assert train_opd.job_memory(longer)["student"]["KV cache"] > 10 * parts["KV cache"]
