@@ -50,10 +50,10 @@ from distill_core.noise import normal, uniform
 from distill_core.phases import attempts_of, exit_step_at, lr_at, phase_at
 from distill_core.pictures import picture_of, write_png
 from distill_core.report import write_report
-from distill_core.role import (PhaseLoss, PhaseResult, Role, RoleSpec, adamw, check_plan, restore_role, role_state,
-                               role_tensors, run_phase)
-from distill_core.run import (StopRequest, Where, check_run_dir, lock_run, mark, open_run, parse_args, tell_failure,
-                              used_by_another_job)
+from distill_core.role import (COUNTERS, PhaseLoss, PhaseResult, Role, RoleSpec, adamw, check_plan, restore_role,
+                               role_state, role_tensors, run_phase)
+from distill_core.run import (StopRequest, Where, check_run_dir, fail, lock_run, mark, open_run, parse_args,
+                              tell_failure)
 from distill_core.safetensors_io import open_folder, weights_digest
 from distill_core.topology import (Pulse, World, agree_equal, device_memory, env_rank, make_groups, peak_memory,
                                    pick_device, plan_ranks, start, step_verdict, stop)
@@ -107,9 +107,9 @@ def prepare(config: cfg.DMDConfig, world_size: int) -> Job:
     notes = [f"data.conditions: {len(labels)} labels of {adapter.num_classes} classes", *cfg.warnings(config)]
     job = dataclasses.replace(job, labels=labels, latents=latents, latent_labels=latent_labels, notes=notes,
                               teacher_digest=weights_digest(open_folder(config.teacher.path)))
-    saved = ckpt.peek(job.run_dir / "checkpoints")
-    if saved is not None:  # refused here already, before anything of the earlier run is touched
-        ckpt.compare_fingerprints(saved["fingerprints"], fingerprints(job), config.checkpoint.allow_drift)
+    newest = ckpt.newest_state(job.run_dir / "checkpoints")
+    if newest is not None:  # refused here already, before anything of the earlier run is touched
+        check_saved(job, *newest)
     return job
 
 
@@ -608,17 +608,25 @@ def start_saving(run: Run, saver: ckpt.Saver) -> None:
     saver.start(run.cycle, run_tensors(run), state)
 
 
+def check_saved(job: Job, manifest: Path, state: dict[str, Any]) -> None:
+    """ValueError of one line unless the job can continue from this state, before any weight is touched."""
+    ckpt.check_state(state, job="dmd", tables=("fingerprints", "sampling"), source=manifest)
+    ckpt.compare_fingerprints(state["fingerprints"], fingerprints(job), job.config.checkpoint.allow_drift)
+    counters = [f"roles.{spec.name}.{counter}" for spec in job.plan if spec.optimizer for counter in COUNTERS]
+    ckpt.check_counts(state, ("step", "attempt", "position", "evaluated", *counters), source=manifest)
+
+
 def resume(run: Run) -> Path | None:
     """Continue from the newest checkpoint that verifies; None in a fresh run."""
     group = run.world.students_control
     found = ckpt.find_latest(run.job.run_dir / "checkpoints", group=group)
     if found is None:
         return None
-    ckpt.compare_fingerprints(found.state["fingerprints"], fingerprints(run.job), run.job.config.checkpoint.allow_drift)
+    check_saved(run.job, found.folder / ckpt.MANIFEST, found.state)
+    run.job.adapter.load_state_dict(found.state["sampling"])
     ckpt.load(found, run_tensors(run), group=group)
     for role in trained(run):
         restore_role(role, found.state["roles"][role.name])
-    run.job.adapter.load_state_dict(found.state["sampling"])
     run.cycle, run.attempt, run.position, run.evaluated = (
         found.state[key] for key in ("step", "attempt", "position", "evaluated"))
     return found.folder
@@ -645,7 +653,7 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
 
     while run.cycle < config.max_cycles and not stopped:
         where.step = run.cycle + 1
-        problem = log_cycle(run, journal, train_cycle(run))
+        problem = log_cycle(run, journal, train_cycle(run, saver))
         verdict = step_verdict(world.students_control, step=run.cycle, stop=stop_request.wanted(),
                                abort=bool(stuck_roles(run)), error=problem)
         stopped, last = verdict.stop or verdict.abort, run.cycle == config.max_cycles
@@ -683,8 +691,8 @@ def evaluation_due(run: Run) -> bool:
         run.cycle % every == 0 or run.cycle == run.job.config.max_cycles)
 
 
-def train_cycle(run: Run) -> dict[str, float]:
-    """All attempts of one cycle; its global metrics, equal on all ranks."""
+def train_cycle(run: Run, saver: ckpt.Saver | None = None) -> dict[str, float]:
+    """All attempts of one cycle; its global metrics, equal on all ranks. A save in flight is polled in between."""
     dmd, metrics, began = run.job.config.dmd, Metrics(), time.monotonic()
     results: dict[str, list[PhaseResult]] = {role.name: [] for role in trained(run)}
     seconds = dict.fromkeys(results, 0.0)
@@ -699,6 +707,9 @@ def train_cycle(run: Run) -> dict[str, float]:
         phase = phase_at(attempt, dmd.fake_update_ratio, dmd.fake_warmup_cycles)
         if phase.role == "student":
             timed("student", train_student)
+            if saver is not None:
+                run.where.phase = "save"
+                saver.poll()
         else:
             index = phase.index - (run.cycle >= dmd.fake_warmup_cycles)  # among the fake score's, from 0
             started, run.where.phase = time.monotonic(), "rollout"
@@ -882,7 +893,7 @@ def main() -> int:
     except ValueError as error:
         if rank != 0:
             time.sleep(5)  # rank 0 most likely fails for the same reason and says so: torchrun then ends this rank
-        tell_failure(error, Where(rank), None if run_dir and used_by_another_job(run_dir) else run_dir)
+        tell_failure(error, Where(rank), run_dir)
         return 2
     try:
         return launch(job, device)
@@ -905,8 +916,7 @@ def launch(job: Job, device: torch.device) -> int:
         stop(world)
         return 0
     except BaseException as error:  # Ctrl-C too
-        tell_failure(error, where, job.run_dir, memory_remedy=MEMORY_REMEDY)
-        os._exit(1)  # no clean-up that could wait for peers: they see the closed connection and end too
+        fail(error, where, job.run_dir, memory_remedy=MEMORY_REMEDY)
 
 
 if __name__ == "__main__":

@@ -48,11 +48,11 @@ from distill_core.metrics import Console, Journal, Metrics, human_bytes, human_c
 from distill_core.models.lm import LMConfig
 from distill_core.phases import lr_at
 from distill_core.report import write_report
-from distill_core.role import (PhaseLoss, PhaseResult, Role, adamw, restore_role, role_state, role_tensors,
+from distill_core.role import (COUNTERS, PhaseLoss, PhaseResult, Role, adamw, restore_role, role_state, role_tensors,
                                run_phase)
 from distill_core.rollout import MicroBatch, Packer, Row, claim, collate, deal, plan_batches, record_batch, record_samples
-from distill_core.run import (StopRequest, Where, check_run_dir, lock_run, mark, open_run, parse_args, tell_failure,
-                              used_by_another_job)
+from distill_core.run import (StopRequest, Where, check_run_dir, fail, lock_run, mark, open_run, parse_args,
+                              tell_failure)
 from distill_core.safetensors_io import open_folder, weights_digest
 from distill_core.teacher import (Handle, InlineTeacher, Links, RemoteTeacher, Reply, Request, Shape, Teachers,
                                   serve)
@@ -136,9 +136,9 @@ def prepare(config: cfg.OPDConfig, world_size: int, local_world_size: int) -> Jo
     digests = tuple(weights_digest(open_folder(folder)) for folder in folders)
     job = Job(config, plan, run_dir, tokenizer, train, held_out, student_lm, teacher_lms, vocab_size, tuple(stop_ids),
               digests, notes + cfg.warnings(config))
-    saved = ckpt.peek(run_dir / "checkpoints")
-    if saved is not None:  # refused here already, before anything of the earlier run is touched
-        ckpt.compare_fingerprints(saved["fingerprints"], fingerprints(job), config.checkpoint.allow_drift)
+    newest = ckpt.newest_state(run_dir / "checkpoints")
+    if newest is not None:  # refused here already, before anything of the earlier run is touched
+        check_saved(job, *newest)
     return job
 
 
@@ -685,14 +685,22 @@ def finish_saving(run: Run, saver: ckpt.Saver) -> Path | None:
     return saver.finish()
 
 
+def check_saved(job: Job, manifest: Path, state: dict[str, Any]) -> None:
+    """ValueError of one line unless the job can continue from this state, before any weight is touched."""
+    ckpt.check_state(state, job="opd", tables=("fingerprints",), source=manifest)
+    ckpt.compare_fingerprints(state["fingerprints"], fingerprints(job), job.config.checkpoint.allow_drift)
+    counters = [f"roles.student.{counter}" for counter in COUNTERS]
+    ckpt.check_counts(state, ("step", "position", "evaluated", *counters), source=manifest)
+
+
 def resume(run: Run) -> Path | None:
     """Continue from the newest checkpoint that verifies; None in a fresh run."""
     group = run.world.students_control
-    found = ckpt.find_latest(run.job.run_dir / "checkpoints", group=group)
+    found = ckpt.find_latest(run.job.run_dir / "checkpoints", group=group, beat=run.teachers.progress)
     if found is None:
         return None
-    ckpt.compare_fingerprints(found.state["fingerprints"], fingerprints(run.job), run.job.config.checkpoint.allow_drift)
-    ckpt.load(found, role_tensors(run.student), group=group)
+    check_saved(run.job, found.folder / ckpt.MANIFEST, found.state)
+    ckpt.load(found, role_tensors(run.student), group=group, beat=run.teachers.progress)
     restore_role(run.student, found.state["roles"]["student"])
     run.step, run.position, run.evaluated = (found.state[key] for key in ("step", "position", "evaluated"))
     return found.folder
@@ -736,6 +744,8 @@ def train(job: Job, world: World, log: logging.Logger, stop_request: StopRequest
         next_step = run.step + config.rollout.updates_per_rollout
         may_roll_ahead = config.rollout.async_depth and not stopped and not checkpoint_due(run, next_step)
         ahead = roll(run) if may_roll_ahead else None
+        where.phase = "save"
+        saver.poll()  # here too, for what is written to be published before the step ends
         for update in range(config.rollout.updates_per_rollout):
             where.step = run.step + 1
             values = step_once(run, rollout, update)
@@ -1028,7 +1038,7 @@ def main() -> int:
     except ValueError as error:
         if rank != 0:
             time.sleep(5)  # rank 0 most likely fails for the same reason and says so: torchrun then ends this rank
-        tell_failure(error, Where(rank), None if run_dir and used_by_another_job(run_dir) else run_dir)
+        tell_failure(error, Where(rank), run_dir)
         return 2
     try:
         return launch(job, device)
@@ -1059,8 +1069,7 @@ def launch(job: Job, device: torch.device) -> int:
         stop(world)
         return 0
     except BaseException as error:  # Ctrl-C too
-        tell_failure(error, where, job.run_dir, memory_remedy=MEMORY_REMEDY)
-        os._exit(1)  # no clean-up that could wait for peers: they see the closed connection and end too
+        fail(error, where, job.run_dir, memory_remedy=MEMORY_REMEDY)
 
 
 if __name__ == "__main__":

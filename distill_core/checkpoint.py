@@ -46,6 +46,7 @@ MANIFEST, LATEST = "manifest.json", "latest"
 STEP_NAME = re.compile(r"step_(\d{8})")
 STALE_NAME = re.compile(r"\.(tmp|trash)-(step_\d{8}|latest|probe)-[0-9a-f]{8}")
 CHUNK_BYTES, MAX_MESSAGE_BYTES, MAX_MANIFEST_BYTES = 16 << 20, 1 << 30, 64 << 20
+MAX_COUNT = 10**15  # of updates, samples ...: exact in int64 and float64
 FAILED, RUNNING, DONE = -1, 0, 1  # a thread's status; the lowest of all ranks counts
 WAIT_S = 0.5  # between two looks at the other ranks
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -108,17 +109,17 @@ class Saver:
 
         tensors: plain ones are equal on all ranks and written by the first; DTensors are Shard(0) on a 1-D mesh over
         the group (uneven and empty shards included). They may be changed as soon as this returns. state: JSON-able,
-        rank 0's counts; tuples come back as lists. If the step exists and verifies, nothing is written; if it does not
-        verify, it is moved aside. Waits for an earlier save in flight.
+        rank 0's counts; tuples come back as lists. If the step exists with this state and verifies, nothing is written;
+        what else has its name is moved aside. Waits for an earlier save in flight.
         """
         self.finish()
         _agree_on_request(step, tensors, state, self._group)
-        final = self._root / f"step_{step:08d}"
-        if _on_first(lambda: os.path.lexists(final), self._group) and _verifies(final, self._group):
+        final, state = self._root / f"step_{step:08d}", json.loads(json.dumps(state))
+        if _on_first(lambda: _records(final, state), self._group) and _verifies(final, self._group):
             self.published, self._verdicts[final.name] = final, True
             return final
         self._manifest = {"format_version": FORMAT_VERSION, "step": step, "world_size": _size(self._group),
-                          "state": json.loads(json.dumps(state))}
+                          "state": state}
         self._staging = Path(_on_first(lambda: str(_make_staging(self._root, final.name)), self._group))
         try:
             _together(lambda: self._launch(tensors), self._group)
@@ -361,7 +362,7 @@ def _publish(staging: Path, final: Path, manifest: dict[str, Any]) -> None:
     if os.path.lexists(final):
         aside = final.with_name(f"{final.name}.unverified-{secrets.token_hex(4)}")
         os.rename(final, aside)
-        log.warning("moved the unusable %s aside to %s", final, aside.name)
+        log.warning("moved %s aside to %s: it is unusable, or of another state of the run", final, aside.name)
     try:
         os.rename(staging, final)
     except OSError:
@@ -432,18 +433,21 @@ def _sync_folder(folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Find and verify
 
-def find_latest(root: str | Path, *, group: dist.ProcessGroup | None = None) -> Checkpoint | None:
+def find_latest(root: str | Path, *, group: dist.ProcessGroup | None = None,
+                beat: Callable[[], None] = lambda: None) -> Checkpoint | None:
     """The newest folder under root that verifies; None if there is none at all. Rank 0 looks and decides.
 
     Folders that do not verify are passed over with a warning that names the bad file. If none verifies: ValueError,
-    since starting afresh would be a surprise.
+    since starting afresh would be a surprise. beat: called often while files are read, to tell ranks outside the group
+    that this one is alive; no collective of the group may be in it, since ranks call it unequally often.
     """
     root = Path(root)
     names = _names_of_first(root, group)
     problem = ""
     for name in names:
+        beat()
         try:
-            return open_checkpoint(root / name, group=group)
+            return open_checkpoint(root / name, group=group, beat=beat)
         except ValueError as error:
             problem = problem or str(error)
             if _rank(group) == 0:
@@ -466,25 +470,29 @@ def _names_of_first(root: Path, group: dist.ProcessGroup | None) -> list[str]:
     return names
 
 
-def peek(root: str | Path) -> dict[str, Any] | None:
-    """The state in the newest readable manifest, without hashing data and without other ranks; None if there is none.
+def newest_state(root: str | Path) -> tuple[Path, dict[str, Any]] | None:
+    """(the newest readable manifest, its state) without hashing data and without other ranks; None if there is none.
 
     For refusing a drifted config early: what is loaded in the end is `find_latest`'s choice.
     """
     for name in _step_names(Path(root)):
         try:
-            return _read_manifest(Path(root) / name)["state"]
+            return Path(root) / name / MANIFEST, _read_manifest(Path(root) / name)["state"]
         except ValueError:
             continue  # find_latest will say what is wrong with it
     return None
 
 
-def open_checkpoint(folder: str | Path, *, group: dist.ProcessGroup | None = None) -> Checkpoint:
-    """Verifies one folder, the ranks sharing the hashing. ValueError on all ranks, naming the file, if unusable."""
+def open_checkpoint(folder: str | Path, *, group: dist.ProcessGroup | None = None,
+                    beat: Callable[[], None] = lambda: None) -> Checkpoint:
+    """Verifies one folder, the ranks sharing the hashing. ValueError on all ranks, naming the file, if unusable.
+
+    beat: as for `find_latest`.
+    """
     folder = Path(folder)
     manifest = _on_first(lambda: _read_manifest(folder), group)
     mine = sorted(manifest["files"])[_rank(group)::_size(group)]
-    _together(lambda: [_check_file(folder / file, **manifest["files"][file]) for file in mine], group)
+    _together(lambda: [_check_file(folder / file, **manifest["files"][file], beat=beat) for file in mine], group)
     tensors: dict[str, SavedTensor] = {}
     _together(lambda: tensors.update(_read_headers(folder, sorted(manifest["files"]))), group)
     return Checkpoint(folder, manifest["step"], manifest["state"], tensors)
@@ -496,6 +504,14 @@ def _verifies(folder: Path, group: dist.ProcessGroup | None) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _records(folder: Path, state: dict[str, Any]) -> bool:
+    """Whether the folder is a checkpoint with this state."""
+    try:
+        return _manifest_digest(_read_manifest(folder)["state"]) == _manifest_digest(state)
+    except ValueError:
+        return False
 
 
 def _step_names(root: Path) -> list[str]:
@@ -576,7 +592,7 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _check_file(path: Path, *, size: int, sha256: str) -> None:
+def _check_file(path: Path, *, size: int, sha256: str, beat: Callable[[], None] = lambda: None) -> None:
     digest = hashlib.sha256()
     try:
         _refuse_special(path)
@@ -586,6 +602,7 @@ def _check_file(path: Path, *, size: int, sha256: str) -> None:
         with open(path, "rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
+                beat()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     if digest.hexdigest() != sha256:
@@ -639,15 +656,18 @@ def _read_header(folder: Path, file: str, tensors: dict[str, SavedTensor]) -> No
 # Load
 
 @torch.no_grad()
-def load(checkpoint: Checkpoint, tensors: dict[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+def load(checkpoint: Checkpoint, tensors: dict[str, Tensor], *, group: dist.ProcessGroup | None = None,
+         beat: Callable[[], None] = lambda: None) -> None:
     """Copies the saved values in place into `tensors`, at any world size; each rank reads only the rows it needs.
 
-    Names, shapes and dtypes must agree exactly, or all ranks raise ValueError before any tensor is written.
+    Names, shapes and dtypes must agree exactly, or all ranks raise ValueError before any tensor is written. beat: as
+    for `find_latest`.
     """
     def copy() -> None:
         for name, tensor in tensors.items():
             local, start = _local_part(name, tensor)
             _read_rows(checkpoint, name, local, start)
+            beat()
 
     _together(lambda: _check_tensors(checkpoint, tensors), group)
     _together(copy, group)
@@ -702,16 +722,40 @@ def _local_part(name: str, tensor: Tensor) -> tuple[Tensor, int]:
     return local, start
 
 
+def check_state(state: dict[str, Any], *, job: str, tables: Iterable[str], source: Path) -> None:
+    """ValueError unless the state that the manifest `source` gives is of this job and has `tables`, by their keys.
+
+    With `compare_fingerprints` and `check_counts`, to be called before any weight is touched.
+    """
+    if state.get("job") != job:
+        raise ValueError(f"{source}: is of the job {_shown(state.get('job', 'unknown'))}, this is {job}; give this run "
+                         "another name")
+    for key in tables:
+        if not isinstance(state.get(key), dict):
+            raise ValueError(f"{source}: its state has no table {key}; move this checkpoint away to use another")
+
+
+def check_counts(state: dict[str, Any], keys: Iterable[str], *, source: Path) -> None:
+    """ValueError unless each dotted key of the state is a count from 0 (evaluated: from -1, which is never)."""
+    for key in keys:
+        value: Any = state
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if type(value) is not int or not (-1 if key == "evaluated" else 0) <= value < MAX_COUNT:
+            raise ValueError(f"{source}: its {key} is {_shown(value)}, which is no count; move this checkpoint away to "
+                             "use another")
+
+
 def compare_fingerprints(saved: dict[str, Any], now: dict[str, Any], allow_drift: Collection[str]) -> None:
     """ValueError that lists each key (nested ones dotted) with differing values, unless it is in `allow_drift`."""
     before, after = _flat(saved), _flat(now)
     differing = [key for key in sorted(before.keys() | after.keys())
                  if before.get(key, "absent") != after.get(key, "absent") and key not in allow_drift]
     if differing:
-        changes = "; ".join(f"{key}: saved {before.get(key, 'absent')}, now {after.get(key, 'absent')}"
+        changes = "; ".join(f"{_shown(key)}: saved {before.get(key, 'absent')}, now {after.get(key, 'absent')}"
                             for key in differing)
         raise ValueError(f"the checkpoint is of another run: {changes}; restore the saved values, or accept the change "
-                         f"with checkpoint.allow_drift='[{','.join(differing)}]'")
+                         f"with checkpoint.allow_drift='[{','.join(map(_shown, differing))}]'")
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -740,25 +784,28 @@ def _on_first(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any
 
 
 def _together(action: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """Each rank's action() (JSON-able) on all ranks. All reach the exchange; an exception on one is raised on all.
+    """Each rank's action() (JSON-able) on all ranks. All reach the exchange; if one fails, all raise.
 
-    It is raised as a ValueError if every failure was one, else as a RuntimeError.
+    If every failure is a ValueError, all ranks raise one that names the first, so that a caller can handle it alike.
+    Else a rank that failed raises its own error, the others a RuntimeError that names the rank.
     """
     if group is None:
         return [action()]
-    cause: BaseException | None = None
+    own: BaseException | None = None
     try:
         report = {"value": action()}
-    except BaseException as error:  # re-raised below, when the other ranks know
-        cause = error
+    except BaseException as error:  # raised below, when the other ranks know
+        own = error
         report = {"error": f"{type(error).__name__}: {error}", "is_value_error": isinstance(error, ValueError)}
     reports = _exchange(report, group)
-    failed = [rank for rank, other in enumerate(reports) if "error" in other]
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause
+    if own is not None and not isinstance(own, ValueError):
+        raise own
+    failed = [(dist.get_global_rank(group, rank), other) for rank, other in enumerate(reports) if "error" in other]
+    for rank, other in failed:
+        if not other["is_value_error"]:
+            raise RuntimeError(f"stopped because rank {rank} failed: {other['error']}") from own
     if failed:
-        kind = ValueError if all(reports[rank]["is_value_error"] for rank in failed) else RuntimeError
-        raise kind(f"rank {failed[0]} of {len(reports)}: {reports[failed[0]]['error']}") from cause
+        raise ValueError(f"rank {failed[0][0]}: {failed[0][1]['error']}") from own
     return [other["value"] for other in reports]
 
 

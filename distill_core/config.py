@@ -565,8 +565,8 @@ def _surprises_opd(config: OPDConfig) -> list[str]:
         lines.append("rollout.async_depth=1 makes samples older and gains nothing: no teacher has ranks of its own "
                      "that could work meanwhile")
     if config.rollout.async_depth == 1:
-        lines.append("rollout.async_depth=1 samples anew after each checkpoint, and after a stop: a run that was stopped "
-                     "between checkpoints is not the undisturbed one bit for bit")
+        lines.append("rollout.async_depth=1 samples anew after each checkpoint, and after a stop: a run that was "
+                     "stopped between checkpoints is not the undisturbed one bit for bit")
     if config.rollout.balance == "shared_counter":
         lines.append("rollout.balance=shared_counter deals prompts by speed: a resumed run is not bit-exact")
     if config.data.eval in config.data.train:

@@ -114,8 +114,9 @@ def global_grad_norm(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
 @torch.no_grad()
 def scale_grads(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply every local gradient shard by `factor`."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_([g for g in gradients if g.numel()], factor)
+    gradients = [gradient for p in parameters if p.grad is not None and (gradient := local(p.grad)).numel()]
+    if gradients:  # a rank may hold no rows of any
+        torch._foreach_mul_(gradients, factor)
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -140,12 +140,17 @@ class JsonlWriter:
         path = Path(path)
         if path.exists():
             _cut_after(path, resumed_step)
-        self._file = path.open("ab", buffering=0)  # a line is one write: complete, or torn at the end of the file
+        self._file = path.open("ab", buffering=0)  # no buffer: a line is complete, or torn at the end of the file
 
     def write(self, step: int, values: dict[str, Any], *, kind: str = "train") -> None:
-        """One line: step, time, kind (train | eval | event) and the values; NaN and infinities become null."""
+        """One line: step, time, kind (train | eval | event) and the values; NaN and infinities become null.
+
+        OSError where there is no room for all of it.
+        """
         line = {"step": step, "time": round(time.time(), 3), "kind": kind, **_finite_or_null(values)}
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        rest = json.dumps(line, allow_nan=False).encode() + b"\n"
+        while rest:  # a full disk takes a part without an error
+            rest = rest[self._file.write(rest):]
 
     def close(self) -> None:
         self._file.close()

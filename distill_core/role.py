@@ -227,6 +227,9 @@ def _check_agreement(role: Role, num_batches: int, key: int) -> None:
 
 # --- state for checkpoints ------------------------------------------------------------------------------------------
 
+COUNTERS = ("successes", "skips", "skips_in_a_row")  # what `role_state` holds
+
+
 def role_tensors(role: Role) -> dict[str, Tensor]:
     """Parameters and optimizer moments by name, to be saved and filled in place; moments are created when missing.
 
@@ -246,13 +249,13 @@ def role_tensors(role: Role) -> dict[str, Tensor]:
 
 
 def role_state(role: Role) -> dict[str, int]:
-    return {"successes": role.successes, "skips": role.skips, "skips_in_a_row": role.skips_in_a_row}
+    return {counter: getattr(role, counter) for counter in COUNTERS}
 
 
 def restore_role(role: Role, state: dict[str, int]) -> None:
     """Counters from `role_state`; AdamW's own step count equals the number of applied updates."""
-    role.successes, role.skips = int(state["successes"]), int(state["skips"])
-    role.skips_in_a_row = int(state["skips_in_a_row"])
+    for counter in COUNTERS:
+        setattr(role, counter, state[counter])
     for _, parameter in role.named_trainable():
         role.optimizer.state[parameter]["step"].fill_(role.successes)
         assert local(parameter).dtype == local(role.optimizer.state[parameter]["exp_avg"]).dtype

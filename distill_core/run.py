@@ -10,7 +10,7 @@
     log = open_run(run_dir, config_text, rank); stop = StopRequest(run_dir, max_minutes=230)
     if stop.wanted(): ...                               # one rank's view: agree on it before acting
     where = Where(rank, roles); where.phase, where.step = "train", 12
-    tell_failure(error, where, run_dir)                 # then end the process: peers notice the closed connection
+    fail(error, where, run_dir)                         # tell_failure and the end: peers see the closed connection
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 REPEAT_S = 5.0
 GRACE_S = 2.0  # how long a rank that has lost its peers waits for one of them to say why
 
-# How a broken connection reads: gloo and the store raise plain RuntimeErrors; the last is topology's own.
+# How a broken connection reads: gloo and the store raise plain RuntimeErrors; the last is what topology and checkpoint
+# say of another rank's failure. An OSError may read alike (a file on a network disk) and is no lost rank.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "imed out",
         "timeout caused pair closure", "NCCL", "stopped because rank")
 
@@ -58,40 +59,54 @@ def parse_args(doc: str) -> argparse.Namespace:
 
 def check_run_dir(run_dir: Path) -> None:
     """ValueError where the folder cannot be made or written to; touches nothing."""
-    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    try:
+        place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    except OSError as error:
+        raise ValueError(f"{run_dir}: {error.strerror} (set run_root)") from None
+    if not place.is_dir() or not os.access(place, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"{run_dir}: {place} is not a folder that can be written to (set run_root)")
 
 
 def lock_run(run_dir: Path) -> TextIO:
     """Hold the returned file open for the life of the run: a second job in the same folder is refused."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    file = open(run_dir / ".lock", "a+")  # not "w": what another job has written stays
-    locked = _try_lock(file, fcntl.LOCK_EX)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = open(run_dir / ".lock", "a+")  # not "w": what another job has written stays
+        locked = _try_lock(file, fcntl.LOCK_EX)
+        if locked is not False:
+            file.truncate(0)
+            os.write(file.fileno(), _job_token().encode())
+            os.fsync(file.fileno())  # on a network disk other nodes do not see it before
+    except OSError as error:
+        raise ValueError(f"{run_dir / '.lock'}: {error.strerror} (check owner and space, or set run_root)") from None
     if locked is False:
         file.close()
         raise ValueError(f"{run_dir}: another job is running in this folder (wait, or set another name)")
     if locked is None:
         print(f"warning: {run_dir}: the file system has no locks; see to it that no other job runs in this folder",
               file=sys.stderr, flush=True)
-    file.truncate(0)
-    file.write(_job_token())
-    file.flush()
     return file
 
 
 def used_by_another_job(run_dir: Path) -> bool:
-    """Whether a job other than this rank's runs in the folder, in which case nothing may be written there."""
+    """Whether a job other than this rank's runs in the folder, in which case nothing may be written there.
+
+    A lock that cannot be read is another's.
+    """
     try:
         with open(run_dir / ".lock") as file:
             return _try_lock(file, fcntl.LOCK_SH) is False and file.read() != _job_token()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:
+        return True
 
 
 def _job_token() -> str:
     """The same on all ranks of a job, another in every job that runs at the same time."""
-    return f"{os.environ.get('MASTER_ADDR', os.uname().nodename)}:{os.environ.get('MASTER_PORT', os.getpid())}"
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+    address, port = os.environ.get("MASTER_ADDR", os.uname().nodename), os.environ.get("MASTER_PORT", os.getpid())
+    return "/".join([*(os.environ[name] for name in names if name in os.environ), f"{address}:{port}"])
 
 
 def _try_lock(file: TextIO, kind: int) -> bool | None:
@@ -115,11 +130,13 @@ def open_run(run_dir: Path, config_text: str, rank: int) -> logging.Logger:
         (run_dir / "config.yaml").write_text(config_text)
         with open(run_dir / "command.txt", "a") as file:
             file.write(shlex.join(sys.argv) + "\n")
-        # A STOP beside an end marker has been obeyed; one alone was asked for while this start was on its way.
-        ended = [name for name in ("PREEMPTED", "DONE") if (run_dir / name).exists()]
-        failed = [path.name for path in run_dir.glob("error.*")]
-        for marker in (*ended, *(["STOP"] if ended else []), *failed):
-            (run_dir / marker).unlink(missing_ok=True)
+        # A STOP beside an end marker or the record of a failure was meant for the run that has ended; one alone was
+        # asked for while this start was on its way. (A refused start leaves no record, only error.txt.)
+        ended = [run_dir / name for name in ("PREEMPTED", "DONE") if (run_dir / name).exists()]
+        failed = [path for path in run_dir.glob("error.*") if path.is_file()]
+        overtaken = ended or any(path.suffix == ".json" for path in failed)
+        for path in (*ended, *failed, *([run_dir / "STOP"] if overtaken else [])):
+            path.unlink(missing_ok=True)
     log = logging.getLogger("distill")
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -128,11 +145,17 @@ def open_run(run_dir: Path, config_text: str, rank: int) -> logging.Logger:
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(to_file)
     _try_lock(to_file.stream, fcntl.LOCK_SH)  # the kernel lets go of it when the process dies, however it dies
+    log.info(_log_start())
     if rank == 0:
         terminal = logging.StreamHandler(sys.stdout)
         terminal.setFormatter(TerminalFormatter())
         log.addHandler(terminal)
     return log
+
+
+def _log_start() -> str:
+    """The first line of each start in a log: whoever finds the log unlocked knows which job's rank has gone."""
+    return f"start of job {_job_token()}"
 
 
 class TerminalFormatter(logging.Formatter):
@@ -144,7 +167,8 @@ class TerminalFormatter(logging.Formatter):
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1, a STOP file in the run folder, or a run that has lasted `max_minutes`.
+    """SIGTERM, SIGUSR1, a STOP file in the run folder, a run that has lasted `max_minutes`, or the death of torchrun,
+    after which nobody would end this rank.
 
     A signal that comes again within REPEAT_S is the same request: sent to the whole job it arrives directly and, once
     more, from torchrun. A later one exits at once, also from within a collective that waits for a peer: Python would
@@ -153,6 +177,7 @@ class StopRequest:
 
     def __init__(self, run_dir: Path, max_minutes: float | None = None) -> None:
         self._file, self._signalled = run_dir / "STOP", 0.0
+        self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
         self._ears, mouth = os.pipe()
         os.set_blocking(mouth, False)
@@ -171,7 +196,8 @@ class StopRequest:
             self._signalled = self._signalled or time.monotonic()
 
     def wanted(self) -> bool:
-        return self._signalled > 0 or time.monotonic() >= self._deadline or self._file.exists()
+        orphaned = self._torchrun is not None and os.getppid() != self._torchrun
+        return self._signalled > 0 or orphaned or time.monotonic() >= self._deadline or self._file.exists()
 
 
 def mark(run_dir: Path, name: str) -> None:
@@ -197,13 +223,32 @@ class Where:
         return f"{self.name(self.rank)} in {self.phase}" + ("" if self.step is None else f", step {self.step}")
 
 
+def fail(error: BaseException, where: Where, run_dir: Path, *, memory_remedy: str = "") -> NoReturn:
+    """tell_failure, then the end of this process, whatever becomes of the telling.
+
+    There is no clean-up that could wait for peers: they see the closed connection and end too.
+    """
+    try:
+        overdue = threading.Timer(GRACE_S + 5, os._exit, [1])
+        overdue.daemon = True
+        overdue.start()
+        tell_failure(error, where, run_dir, memory_remedy=memory_remedy)
+    except BaseException:
+        traceback.print_exc()  # with `error`, which was being handled
+    finally:
+        os._exit(1)
+
+
 def tell_failure(error: BaseException, where: Where, run_dir: Path | None, *, memory_remedy: str = "") -> None:
     """Say once what went wrong, on stderr and in error.txt: where, the cause, and a traceback if the fault is ours.
 
     A rank that fails because another one did says so in one line that names it. All that is known goes into
-    error.RANK.json, unless the start was refused (no roles), which leaves an earlier run's folder as it was.
-    Returns soon after GRACE_S at the latest; a folder that cannot be written does not hide the cause.
+    error.RANK.json, unless the start was refused (no roles), which leaves an earlier run's folder as it was. Nothing is
+    written where another job runs: this one was refused, and its other ranks found no rank 0.
+    Returns soon after 2 GRACE_S at the latest; a folder that cannot be written does not hide the cause.
     """
+    if run_dir is not None and used_by_another_job(run_dir):
+        run_dir = None
     record = failure_record(error, where, memory_remedy)
     line, told = f"error: {where}: {record['message']}", False
     is_lost = record["kind"] == "lost rank"
@@ -227,17 +272,17 @@ def failure_record(error: BaseException, where: Where, memory_remedy: str) -> di
         message = re.sub(r"^\[\S+:\d+\] ", "", message).partition(". This is typically")[0]
     return {"rank": where.rank, "role": where.roles[where.rank] if where.roles else None, "phase": where.phase,
             "step": where.step, "kind": kind, "message": message, "because": [],
-            "traceback": "".join(traceback.format_exception(error)), "host": os.uname().nodename,
+            "traceback": "".join(traceback.format_exception(error)), "host": os.uname().nodename, "job": _job_token(),
             "time": datetime.now(timezone.utc).isoformat()}
 
 
 def failure_kind(error: BaseException) -> str:
     """user error | out of memory | lost rank (another one is gone, late or has failed) | interrupted | error"""
     text = str(error)
+    if isinstance(error, dist.DistError) or (type(error) is RuntimeError and any(words in text for words in LOST)):
+        return "lost rank"  # first: it may quote what another rank has died of
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
         return "out of memory"
-    if isinstance(error, dist.DistError) or (type(error) is RuntimeError and any(words in text for words in LOST)):
-        return "lost rank"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return "user error" if isinstance(error, ValueError) else "error"
@@ -269,10 +314,11 @@ def find_cause(run_dir: Path, where: Where, symptom: str) -> tuple[list[int], st
 
 
 def _is_gone(log_file: Path) -> bool:
+    """Whether the rank has begun in this job and is dead. False where that cannot be found out."""
     try:
-        with open(log_file, "r+") as file:
-            return _try_lock(file, fcntl.LOCK_EX) is True
-    except FileNotFoundError:
+        with open(log_file, "r+", errors="replace") as file:
+            return _try_lock(file, fcntl.LOCK_EX) is True and f" {_log_start()}\n" in file.read()
+    except OSError:
         return False
 
 
@@ -284,21 +330,25 @@ def _write_record(run_dir: Path, record: dict[str, Any], where: Where) -> None:
 
 
 def _read_record(run_dir: Path, rank: int) -> dict[str, Any] | None:
+    """None: the rank has not failed in this job, or its record cannot be read."""
     try:
-        return json.loads((run_dir / f"error.{rank}.json").read_text())
-    except FileNotFoundError:
+        record = json.loads((run_dir / f"error.{rank}.json").read_text())
+    except OSError:
         return None
+    return record if record["job"] == _job_token() else None
 
 
 def _is_told(run_dir: Path, block: str, where: Where, message: str | None) -> bool:
     """Whether error.txt has this message already (None: any); if not, the block is appended, by one rank at a time.
 
-    Before a start is accepted rank 0 overwrites what an earlier start has left.
+    The turn of a rank that is stopped while it has it is waited for no longer than GRACE_S. Before a start is accepted
+    rank 0 overwrites what an earlier start has left.
     """
+    deadline = time.monotonic() + GRACE_S
     with _noted(where):
         run_dir.mkdir(parents=True, exist_ok=True)
         with open(run_dir / "error.txt", "a+") as file:
-            while _try_lock(file, fcntl.LOCK_EX) is False:
+            while _try_lock(file, fcntl.LOCK_EX) is False and time.monotonic() < deadline:
                 time.sleep(0.01)
             if where.rank == 0 and not where.roles:
                 file.truncate(0)

@@ -333,8 +333,8 @@ def read_table(table: Tensor, links: Links, seq: int) -> tuple[list[Header], boo
 
 
 def open_pairs(links: Links) -> None:
-    """One number from each student to each teacher rank, in the same order on all: on CUDA the first message between two
-    ranks sets up a communicator, for which each would wait inside of something else later."""
+    """One number from each student to each teacher rank, in the same order on all: on CUDA the first message between
+    two ranks sets up a communicator, for which each would wait inside of something else later."""
     for student in links.students:
         for teacher in links.teachers:
             number = torch.zeros(1, device=links.device)

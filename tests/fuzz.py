@@ -435,7 +435,7 @@ def read_checkpoint(rng: random.Random, folder: Path, _: None) -> None:
         found = checkpoint.find_latest(folder / "checkpoints")
         assert found is not None and found.step in (1, 2)
         load_checkpoint(found, float(found.step))
-        checkpoint.peek(folder / "checkpoints")
+        checkpoint.newest_state(folder / "checkpoints")
         opened = checkpoint.open_checkpoint(step)
     load_checkpoint(opened, 2.0)
 
@@ -466,7 +466,7 @@ def read_signed_checkpoint(rng: random.Random, folder: Path, _: None) -> None:
         files["manifest"] = mutate_json(rng, files["manifest"])
     files["manifest"] = signed(files["manifest"])
     with changed(shard, files["shard"]), changed(manifest, files["manifest"]):
-        checkpoint.peek(folder / "checkpoints")
+        checkpoint.newest_state(folder / "checkpoints")
         checkpoint.find_latest(folder / "checkpoints")
         load_checkpoint(checkpoint.open_checkpoint(step), None)
 

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from distill_core import checkpoint as checkpoint_module
-from distill_core.checkpoint import (Saver, compare_fingerprints, find_latest, load, open_checkpoint, read_tensor,
-                                     save)
+from distill_core.checkpoint import (Saver, check_counts, check_state, compare_fingerprints, find_latest, load,
+                                     newest_state, open_checkpoint, read_tensor, save)
 
 SHAPES = {"embed": (7, 4), "one_row": (1, 3), "two_rows": (2,), "wide": (10, 3), "no_row": (0, 2)}
 
@@ -251,7 +251,7 @@ def test_links_are_read_but_never_written_through(tmp_path):
 
 def test_nothing_to_resume_is_not_the_same_as_nothing_usable(tmp_path):
     """Catches a run that silently starts afresh over damaged checkpoints, and one that cannot start at all."""
-    assert find_latest(tmp_path / "absent") is None
+    assert find_latest(tmp_path / "absent") is None and newest_state(tmp_path / "absent") is None
     (tmp_path / ".tmp-step_00000003-0123abcd").mkdir()
     (tmp_path / "step_3").mkdir()
     assert find_latest(tmp_path) is None  # only leftovers, and a name that is not ours
@@ -266,6 +266,7 @@ def test_the_hint_is_never_trusted(tmp_path, text):
     save_steps(tmp_path, 1, 2)
     (tmp_path / "latest").write_text(text)
     assert_resumes(tmp_path, 2)
+    assert newest_state(tmp_path) == (tmp_path / "step_00000002/manifest.json", {"step": 2})
 
 
 def test_a_hint_that_cannot_be_written_only_warns(tmp_path, caplog):
@@ -281,12 +282,19 @@ def test_a_hint_that_cannot_be_written_only_warns(tmp_path, caplog):
 # --- an existing step, retention, modes -----------------------------------------------------------------------------
 
 def test_an_existing_step_is_kept_if_whole_and_moved_aside_if_not(tmp_path, caplog):
-    """Catches an overwrite of a published folder, and a re-save after a fall-back that cannot publish."""
+    """Catches an overwrite of a published folder, a re-save after a fall-back that cannot publish, and one that is
+    dropped because another run's step, or another state's, has the name."""
     save_steps(tmp_path, 1, 2)
     folder = tmp_path / "step_00000002"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert save(tmp_path, 2, values(9), {"step": 9}) == folder
+    assert save(tmp_path, 2, values(9), {"step": 2}) == folder
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    save(tmp_path, 2, values(2), {"step": 2, "position": (1, 2)})
+    assert find_latest(tmp_path).state == {"step": 2, "position": [1, 2]}
+    [aside] = tmp_path.glob("*unverified*")
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before and aside.name in caplog.text
+    shutil.rmtree(folder)
+    aside.rename(folder)
     (folder / "shard_00000.safetensors").write_bytes(b"")
     save_steps(tmp_path, 2)
     assert_resumes(tmp_path, 2)
@@ -517,8 +525,9 @@ def test_an_error_in_one_ranks_thread_is_raised_on_all(tmp_path, surfaces):
         saver.finish()
         return [first, str(saver.published), outcome(saver.finish)]
 
-    for first, published, again in run_ranks(body, 2):
-        assert re.match("RuntimeError: rank 1 of 2: OSError: .*No space left", first), first
+    for rank, (first, published, again) in enumerate(run_ranks(body, 2)):
+        peers = "" if rank == 1 else "RuntimeError: stopped because rank 1 failed: "
+        assert re.match(f"{peers}OSError: .*No space left", first), first
         assert published == str(tmp_path / "step_00000003") and again == "done"
     assert_resumes(tmp_path, 3)
     assert {path.name for path in tmp_path.iterdir()} == {"latest", "step_00000001", "step_00000003"}
@@ -647,15 +656,16 @@ def outcome(action) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("failing, call, error, peers", [
-    (1, "write", OSError(errno.ENOSPC, "No space left"), "RuntimeError: rank 1 of 3: OSError: .*No space left"),
-    (0, "write", OSError(errno.ENOSPC, "No space left"), "RuntimeError: rank 0 of 3: OSError: .*No space left"),
-    (0, "rename", OSError(errno.EIO, "Input/output error"), "RuntimeError: rank 0 of 3: OSError: .*Input/output"),
-    (0, "mkdir", PermissionError(errno.EACCES, "Permission denied"), "ValueError: rank 0 of 3: .*cannot be written"),
-    (2, "fsync", KeyboardInterrupt("stop"), "RuntimeError: rank 2 of 3: KeyboardInterrupt: stop"),
+@pytest.mark.parametrize("failing, call, error, told", [
+    (1, "write", OSError(errno.ENOSPC, "No space left"), "OSError: .*No space left"),
+    (0, "write", OSError(errno.ENOSPC, "No space left"), "OSError: .*No space left"),
+    (0, "rename", OSError(errno.EIO, "Input/output error"), "OSError: .*Input/output"),
+    (0, "mkdir", PermissionError(errno.EACCES, "Permission denied"), "ValueError: .*cannot be written"),
+    (2, "fsync", KeyboardInterrupt("stop"), "KeyboardInterrupt: stop"),
 ])
-def test_one_failing_rank_fails_all_and_leaves_the_old_checkpoint(tmp_path, failing, call, error, peers):
-    """Catches a hang in the next collective, a rank that believes in a checkpoint that does not exist, and rubbish."""
+def test_one_failing_rank_fails_all_and_leaves_the_old_checkpoint(tmp_path, failing, call, error, told):
+    """Catches a hang in the next collective, a rank that believes in a checkpoint that does not exist, rubbish, and
+    peers that look like the culprit."""
     save_steps(tmp_path, 1)
     before = sorted(path.name for path in tmp_path.iterdir())
 
@@ -671,10 +681,40 @@ def test_one_failing_rank_fails_all_and_leaves_the_old_checkpoint(tmp_path, fail
         return [first, str(listing), outcome(lambda: save(tmp_path, 3, mine, {"step": 3}, group=dist.group.WORLD))]
 
     for rank, (first, listing, second) in enumerate(run_ranks(body, 3)):
-        own = rank == failing and isinstance(error, KeyboardInterrupt)
-        assert re.match("KeyboardInterrupt: stop" if own else peers, first), first
+        refused, peers = f"ValueError: rank {failing}: ", f"RuntimeError: stopped because rank {failing} failed: "
+        assert re.match((refused if call == "mkdir" else "" if rank == failing else peers) + told, first), first
         assert listing == str(before) and second == "done"  # and the ranks are still in step with each other
     assert find_latest(tmp_path).step == 3
+
+
+def test_ranks_are_named_by_their_global_numbers(tmp_path):
+    """Catches the place in the group given for the rank (teachers come first), and a rank that goes on after its
+    ValueError while another one ends."""
+    def body(rank: int) -> list[str]:
+        group = dist.new_group([1, 2])
+        errors = {1: ValueError("a bad file"), 2: OSError("a bad disk")}
+        return [] if rank == 0 else [
+            outcome(lambda: checkpoint_module._together(lambda: failing(rank, errors), group))
+            for failing in (lambda rank, errors: raising(errors[rank])(), lambda rank, errors: 1 // (rank - 1),
+                            lambda rank, errors: raising(errors[1])() if rank == 1 else 0)]
+
+    _, first, second = run_ranks(body, 3)
+    division, refusal = "ZeroDivisionError: integer division or modulo by zero", "ValueError: rank 1: ValueError: a bad"
+    assert first == ["RuntimeError: stopped because rank 2 failed: OSError: a bad disk", division, f"{refusal} file"]
+    assert second == ["OSError: a bad disk", f"RuntimeError: stopped because rank 1 failed: {division}",
+                      f"{refusal} file"]
+
+
+def test_long_reads_let_the_caller_show_that_it_lives(tmp_path, monkeypatch):
+    """Catches minutes of hashing or loading in which nobody hears of this rank, damaged folders included."""
+    monkeypatch.setattr(checkpoint_module, "CHUNK_BYTES", 64)
+    save_steps(tmp_path, 1, 2)
+    shard, beats = tmp_path / "step_00000002/shard_00000.safetensors", []
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")  # found by reading it all
+    found = find_latest(tmp_path, beat=lambda: beats.append("hash"))
+    assert found.step == 1 and len(beats) == 2 * -(-shard.stat().st_size // 64) + 2
+    load(found, blank(), beat=lambda: beats.append("load"))
+    assert beats.count("load") == len(blank())
 
 
 def test_rank_0_decides_what_exists(tmp_path):
@@ -762,6 +802,28 @@ def test_fingerprints():
         assert part in message
     assert "betas" not in message and "tokenizer" not in message and "\n" not in message
     compare_fingerprints(saved, now, ("tokenizer", "optim.lr", "old", "new", "flag"))
+    with pytest.raises(ValueError, match=r"run: a\\nb: saved 1, now absent; .*'\[a\\nb\]'$"):
+        compare_fingerprints({"a\nb": 1}, {}, ())
+
+
+def test_states_of_other_jobs_and_damaged_ones():
+    """Catches a traceback, or weights already changed, where hashes are right and the state is not this job's."""
+    good = {"job": "dmd", "step": 3, "evaluated": -1, "fingerprints": {}, "roles": {"student": {"successes": 3}}}
+    source, keys = Path("x/manifest.json"), ("step", "evaluated", "roles.student.successes")
+
+    def check(**changes) -> None:
+        check_state(good | changes, job="dmd", tables=("fingerprints",), source=source)
+        check_counts(good | changes, keys, source=source)
+
+    check()
+    check(evaluated=0, step=10**15 - 1)
+    bad = [{"job": "opd"}, {"job": None}, {"job": ["a\nb"]}, {"fingerprints": []}, {"fingerprints": None},
+           {"roles": None}, {"roles": {}}, {"roles": {"student": 3}}, {"roles": {"student": {"successes": 10**30}}},
+           {"evaluated": -2}, *({"step": value} for value in (-1, 10**15, 1.0, True, None, "x", [1]))]
+    for changes in bad:
+        with pytest.raises(ValueError, match="^x/manifest.json: .*away|^x/manifest.json: .*another name") as caught:
+            check(**changes)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_pipe_or_device_in_place_of_a_file_is_refused(tmp_path):

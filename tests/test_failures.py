@@ -21,7 +21,7 @@ import tiny_dmd
 import torch
 from forked_jobs import Job
 
-from distill_core import checkpoint, metrics, role, run, safetensors_io, topology
+from distill_core import checkpoint, fsdp, metrics, role, run, safetensors_io, topology
 
 TIMEOUT_S, DEADLINE_S = 10, 60
 ROLES = {"opd": ["student", "student", "teacher"], "dmd": ["trainer", "trainer"]}
@@ -262,6 +262,15 @@ def test_a_full_disk_under_the_metrics_ends_all_ranks_at_the_same_step(tmp_path,
     runs.assert_failed(job.wait(DEADLINE_S), rank=0, kind="error", phase="train", text="No space left")
     assert "ends because rank 0 (trainer) failed" in job.output(1)
     assert runs.finish(saved=2) == straight("dmd")
+
+
+def test_a_rank_without_gradients_has_nothing_to_scale():
+    """Catches a rank that holds no row of any trained tensor and dies in an empty foreach call."""
+    empty, full = torch.nn.Parameter(torch.zeros(0, 3)), torch.nn.Parameter(torch.ones(2))
+    empty.grad, full.grad = torch.zeros(0, 3), torch.full((2,), 3.0)
+    fsdp.scale_grads([empty, torch.nn.Parameter(torch.ones(1))], 0.5)
+    fsdp.scale_grads([empty, full], 0.5)
+    assert full.grad.tolist() == [1.5, 1.5]
 
 
 def test_a_load_may_take_longer_than_the_timeout(tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import resource
 
 import pytest
 import torch
@@ -162,6 +163,24 @@ def test_resume_cuts_later_steps_and_a_torn_line(tmp_path):
     JsonlWriter(path, resumed_step=-1).close()
     assert path.read_bytes() == b""  # a fresh run
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_line_for_which_there_is_no_room_is_an_error(tmp_path):
+    """Catches half a line taken for a whole one: the next one is glued to it, and no start can read the file again."""
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", resumed_step=-1)
+    writer.write(1, {"loss": 1.0})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, before[1]))
+    try:  # what the kernel does on a full disk, too: a part of the first write, none of the second
+        with pytest.raises(OSError):
+            writer.write(2, {"loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writer.close()
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", resumed_step=1)
+    writer.write(2, {"loss": 2.0})
+    writer.close()
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_crash_while_cutting_loses_nothing(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 """The run folder: stop requests, markers, the lock of a running job, how failures are told."""
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import signal
@@ -12,8 +14,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 
-from distill_core import run
+from distill_core import checkpoint, run
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +76,29 @@ def test_a_stop_file_counts_unless_an_earlier_run_has_obeyed_it(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"config.yaml", "command.txt", "log_rank0.txt"}
 
 
+def test_a_stop_is_overtaken_by_a_failure_but_not_by_a_refused_start(tmp_path):
+    """Catches a STOP put before a run failed that ends the next one, and a start that trips over a folder's name."""
+    (tmp_path / "error.old").mkdir()
+    (tmp_path / "error.txt").write_text("a typo")
+    (tmp_path / "STOP").touch()
+    run.open_run(tmp_path, "x: 1\n", 0).handlers.clear()
+    assert run.StopRequest(tmp_path).wanted() and not (tmp_path / "error.txt").exists()
+    (tmp_path / "error.1.json").write_text("{}")
+    run.open_run(tmp_path, "x: 1\n", 0).handlers.clear()
+    assert not run.StopRequest(tmp_path).wanted() and (tmp_path / "error.old").is_dir()
+
+
+def test_the_death_of_torchrun_is_a_request_to_stop(tmp_path, monkeypatch):
+    """Catches ranks that train on unseen, with the GPUs and the lock; also: a run that ends because its shell has."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    alone = run.StopRequest(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    stop = run.StopRequest(tmp_path)
+    assert not stop.wanted()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert stop.wanted() and not alone.wanted()
+
+
 def test_a_second_job_in_the_same_folder_is_refused(tmp_path, monkeypatch):
     """Catches two jobs that overwrite each other's files, and a refused one that writes its error into the other's."""
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -81,6 +108,9 @@ def test_a_second_job_in_the_same_folder_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="another job is running"):
         run.lock_run(tmp_path)
     assert run.used_by_another_job(tmp_path)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "3")
+    assert run.used_by_another_job(tmp_path), "the same port, in another job"
     lock.close()
     assert not run.used_by_another_job(tmp_path) and not run.used_by_another_job(tmp_path / "none")
     run.lock_run(tmp_path).close()
@@ -98,6 +128,28 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
     assert not run._is_gone(tmp_path / "log_rank0.txt"), "nobody knows"
     assert tell(KeyError("w"), 2, tmp_path, capsys).startswith("error: rank 2 (teacher)")
     assert "error: rank 2" in (tmp_path / "error.txt").read_text()
+
+
+def test_a_lock_that_cannot_be_taken_is_one_line(tmp_path, monkeypatch):
+    """Catches a traceback for a full disk or somebody else's folder, and a word left in a folder nobody can read."""
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def foreign(*args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ValueError, match=r"\.lock: No space left on device \(check owner and space"):
+            run.lock_run(tmp_path)
+    run.lock_run(tmp_path).close()
+    monkeypatch.setattr(run, "open", foreign, raising=False)
+    with pytest.raises(ValueError, match=r"\.lock: Permission denied"):
+        run.lock_run(tmp_path)
+    assert run.used_by_another_job(tmp_path)
+    monkeypatch.setattr(run.Path, "exists", foreign)
+    with pytest.raises(ValueError, match="Permission denied .set run_root"):
+        run.check_run_dir(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_early(tmp_path):
@@ -186,7 +238,7 @@ def test_a_survivor_tells_killed_from_stopped_ranks(tmp_path, capsys, monkeypatc
     """Catches a job that ends with `connection closed` on every rank and nothing about the one that was killed."""
     monkeypatch.setattr(run, "GRACE_S", 0.2)
     for rank in (1, 2):
-        (tmp_path / f"log_rank{rank}.txt").touch()
+        run.open_run(tmp_path, "", rank).handlers.pop().close()
     alive = [subprocess.Popen([sys.executable, "-c", f"""if True:
         import fcntl, time
         file = open({str(tmp_path / f'log_rank{rank}.txt')!r})
@@ -207,3 +259,99 @@ def test_a_survivor_tells_killed_from_stopped_ranks(tmp_path, capsys, monkeypatc
     assert "ends too" in tell(RuntimeError(CLOSED), 1, tmp_path, capsys), "told once"
     alive[0].kill()
     alive[0].wait()
+
+
+def test_what_other_jobs_have_left_is_no_news_of_this_one(tmp_path, capsys, monkeypatch):
+    """Catches a rank that is late blamed as killed, or as failed, because of the files of an earlier start."""
+    monkeypatch.setattr(run, "GRACE_S", 0.1)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    run.open_run(tmp_path, "", 1).handlers.pop().close()
+    tell(KeyError("w"), 2, tmp_path, capsys)
+    (tmp_path / "error.txt").unlink()
+    monkeypatch.setenv("MASTER_PORT", "2")
+    late = tell(RuntimeError(CLOSED), 0, tmp_path, capsys)
+    assert late.startswith("error: rank 1 (student), rank 2 (teacher) did not answer in time"), late
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert "because rank 2 (teacher) failed" in tell(RuntimeError(CLOSED), 0, tmp_path, capsys), "the check's own check"
+
+
+def test_a_refused_job_leaves_the_other_ones_folder_as_it_was(tmp_path, capsys, monkeypatch):
+    """Catches ranks that, having waited in vain for their rank 0, write their failure over that of the running job."""
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with run.lock_run(tmp_path):
+        before = sorted(tmp_path.iterdir())
+        monkeypatch.setenv("MASTER_PORT", "2")
+        assert "timed out" in tell(dist.DistNetworkError("the client socket has timed out"), 1, tmp_path, capsys)
+        assert "'w'" in tell(KeyError("w"), 1, tmp_path, capsys) and sorted(tmp_path.iterdir()) == before
+        monkeypatch.setenv("MASTER_PORT", "1")
+        tell(KeyError("w"), 1, tmp_path, capsys)
+        assert (tmp_path / "error.1.json").exists() and (tmp_path / "error.txt").exists()
+
+
+def test_a_disk_that_times_out_is_no_lost_rank():
+    """Catches peers blamed for a file server: the words are the same, in the error and where ranks agree on it."""
+    texts = ("Connection timed out", "Broken pipe", "Connection reset by peer")
+
+    def fails(rank: int) -> list[str]:
+        def write() -> None:
+            if rank == 1:
+                raise OSError(errno.EIO, text)
+
+        kinds = []
+        for text in texts:
+            try:
+                checkpoint._together(write, dist.group.WORLD)
+            except Exception as error:
+                kinds.append(run.failure_kind(error))
+        return kinds
+
+    assert run_ranks(fails, 2) == [3 * ["lost rank"], 3 * ["error"]], "rank 0 says that rank 1 has failed"
+    for text in texts:
+        assert run.failure_kind(OSError(errno.EIO, text)) == run.failure_kind(BrokenPipeError(text)) == "error"
+        assert run.failure_kind(RuntimeError(text)) == "lost rank", "the check's own check"
+
+
+def end(error: BaseException, folder, monkeypatch) -> list[int]:
+    """What `fail` would have ended the process with, in turn."""
+    exits = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "_exit", exits.append)
+        try:
+            raise error
+        except type(error) as raised:
+            with contextlib.suppress(OSError):  # of a full stderr: in earnest nothing comes after _exit
+                run.fail(raised, run.Where(0, ROLES, "train", 7), folder)
+    return exits
+
+
+def test_the_end_comes_even_where_the_telling_fails_or_hangs(tmp_path, capsys, monkeypatch):
+    """Catches a rank that lives on, and keeps its peers waiting, because its failure could not be told."""
+    monkeypatch.setattr(run, "tell_failure", lambda *args, **options: 1 / 0)
+    assert end(KeyError("the cause"), tmp_path, monkeypatch) == [1]
+    shown = capsys.readouterr().err
+    assert "the cause" in shown and "ZeroDivisionError" in shown
+    monkeypatch.setattr(run, "tell_failure", lambda *args, **options: time.sleep(0.5))
+    monkeypatch.setattr(run, "GRACE_S", 0.1 - 5)
+    assert end(KeyError("the cause"), tmp_path, monkeypatch) == [1, 1]
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_cause_is_written_past_a_stopped_writer_and_a_full_terminal(tmp_path, monkeypatch):
+    """Catches a wait for ever for a lock, and a cause that is lost with stderr or with an unreadable log."""
+    def read_only(path, mode="r", **options):
+        if mode == "r+":
+            raise OSError(errno.EROFS, "Read-only file system")
+        return open(path, mode, **options)
+
+    monkeypatch.setattr(run, "GRACE_S", 0.1)
+    monkeypatch.setattr(run, "open", read_only, raising=False)
+    monkeypatch.setattr(sys, "stderr", Full())
+    with open(tmp_path / "error.txt", "a") as stopped:
+        assert run._try_lock(stopped, run.fcntl.LOCK_EX)
+        began = time.monotonic()
+        assert end(RuntimeError(CLOSED), tmp_path, monkeypatch) == [1] and time.monotonic() - began < 2
+    assert "which ends rank 0 (student) in train" in (tmp_path / "error.txt").read_text()

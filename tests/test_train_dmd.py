@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from test_checkpoint import rewrite_manifest
 from test_configs import hollow_weights
 from test_torchrun import finish, torchrun
 from tiny import whole
@@ -692,10 +694,10 @@ def test_a_run_killed_while_a_save_is_in_flight_continues_from_the_one_before(tm
             held.wait(20)
         return real_write(shard, buffers)
 
-    def cycle(run):
+    def cycle(run, saver):
         if run.cycle == 2:
             raise RuntimeError("killed")
-        return real_cycle(run)
+        return real_cycle(run, saver)
 
     def body(job, world):
         whole_run(job, world, "straight")
@@ -715,6 +717,56 @@ def test_a_run_killed_while_a_save_is_in_flight_continues_from_the_one_before(tm
     assert lines_of(runs / "straight", "train") == lines_of(runs / "killed", "train")
     assert {entry.name for entry in (runs / "killed/checkpoints").iterdir()} == {
         "latest", "step_00000001", "step_00000002", "step_00000003"}
+
+
+def test_a_written_save_is_published_by_the_end_of_the_next_cycle(tmp_path):
+    """Catches a crash that costs steps whose checkpoint lies on disk already. Control: without polls half way."""
+    path = write_config(tmp_path, max_cycles=3, **micro(6), **STORAGES["shared"])
+
+    def body(job, world):
+        run, published = build(job, world, apart=False), []
+        for half_way in (True, False):
+            saver = train_dmd.open_saver(run, None)
+            train_dmd.start_saving(run, saver)
+            wait([saver._task])
+            train_dmd.train_cycle(run, saver if half_way else None)
+            saver.poll()
+            published.append(saver.published is not None)
+            saver.finish()
+        return published
+
+    assert live(path, 1, body) == [[True, False]]
+
+
+def test_a_foreign_or_damaged_state_is_refused_before_a_resume_changes_weights(tmp_path):
+    """Catches a traceback for the checkpoint of another job, or of a state that does not hold together."""
+    path = write_config(tmp_path, max_cycles=1, **micro(6), **STORAGES["shared"])
+    manifest = tmp_path / "runs/tiny/checkpoints/step_00000001/manifest.json"
+
+    def body(job, world):
+        whole_run(job, world, "tiny")
+        run, good = build(job, world), manifest.read_bytes()
+        before, state = copies(train_dmd.run_tensors(run)), json.loads(good)["state"]
+        roles = state["roles"]
+        messages = []
+        for changes in ({"job": "opd"}, {"fingerprints": [1]}, {"fingerprints": None}, {"roles": None},
+                        {"roles": {"student": roles["student"]}}, {"position": "x"}, {"position": -5},
+                        {"roles": roles | {"student": roles["student"] | {"successes": 10**30}}}, {"sampling": 3}):
+            rewrite_manifest(manifest.parent, state=state | changes)
+            for refuse in (lambda: train_dmd.prepare(job.config, 1), lambda: train_dmd.resume(run)):
+                with pytest.raises(ValueError) as caught:
+                    refuse()
+                messages.append(str(caught.value))
+        assert same_tensors(before, train_dmd.run_tensors(run)) and run.cycle == 0
+        manifest.write_bytes(good)
+        train_dmd.resume(run)  # control
+        assert not same_tensors(before, train_dmd.run_tensors(run)) and run.cycle == 1
+        return messages
+
+    [messages] = live(path, 1, body)
+    assert len(messages) == 18
+    for message in messages:
+        assert message.startswith(f"{manifest}: ") and "\n" not in message, message
 
 
 def test_drift_is_refused_and_free_keys_are_free(tmp_path):
