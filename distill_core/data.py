@@ -33,16 +33,17 @@ import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 import os
 import re
 import zipfile
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, MappingView, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,7 +55,25 @@ from torch import Tensor
 MAX_LINE_BYTES = 8 * 2**20         # of a prompt file: some 10^6 token ids
 MAX_JSON_BYTES = 256 * 2**20       # of a file in a model folder: the largest tokenizer.json known has 35 MB
 MAX_RENDERED_CHARS = 8 * 2**20
-MAX_TEMPLATE_STEPS = 200_000       # rounds of loops and calls of a chat template, for one conversation
+MAX_TEMPLATE_CHARS = 2**18         # of a chat template: they have up to 30,000
+MAX_TEMPLATE_WORK = 2**27          # of a chat template, for one conversation: characters that it reads and writes
+MAX_TEMPLATE_BITS = 4096           # of a number in a chat template
+ITEM_WORK, CALL_WORK, ROUND_WORK = 32, 100, 1000    # what an element, a call and a round of a loop count as in it
+# What a chat template can call: filters, tests, methods. The CHEAP ones do not read their operands to the end; the
+# MULTIPLYING ones can take time or memory in proportion to the product of their operands' sizes.
+CHEAP_FILTERS = ("length", "count", "default", "d", "first", "last")
+FILTERS = ("replace", "join", "trim", "indent", "abs", "capitalize", "dictsort", "float", "int", "items", "list",
+           "lower", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "string", "title",
+           "unique", "upper")
+CHEAP_TESTS = ("defined", "undefined", "none", "boolean", "true", "false", "string", "number", "integer", "float",
+               "mapping", "sequence", "iterable", "callable", "sameas")
+TESTS = ("in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge",
+         ">=")
+METHODS = ("replace", "join", "strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "partition", "rpartition",
+           "startswith", "endswith", "removeprefix", "removesuffix", "find", "rfind", "lower", "upper", "title",
+           "capitalize", "isdigit", "isalpha", "isalnum", "isspace", "isupper", "islower",
+           "get", "items", "keys", "values")
+MULTIPLYING = ("replace", "join", "trim", "strip", "lstrip", "rstrip", "indent")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -450,7 +469,7 @@ class FolderTokenizer:
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         chunks, num_chars = [], 0
         try:
-            self._template.environment.steps_left = MAX_TEMPLATE_STEPS
+            self._template.environment.work_left = MAX_TEMPLATE_WORK
             for chunk in self._template.generate(messages=messages, tools=None, documents=None,
                                                  add_generation_prompt=True, **self._special_tokens):
                 chunks.append(chunk)
@@ -511,8 +530,7 @@ def _foreign_errors(what: str) -> Iterator[None]:
 def _compile_template(source: str) -> Any:
     """A chat template with what transformers gives it, in jinja2's sandbox: it reaches its arguments and nothing else.
 
-    It comes to an end: rounds of loops and calls are counted (render_chat sets `steps_left`), and so is the length of
-    its text. Memory that one operation takes is bounded for * and ** only.
+    Its time and memory are bounded: see _Metered. render_chat sets the `work_left` of each conversation.
     """
     try:
         import jinja2
@@ -522,69 +540,217 @@ def _compile_template(source: str) -> Any:
     version = importlib.metadata.version("jinja2")
     if [int(part) for part in re.findall(r"\d+", version)[:3]] < [3, 1, 6]:
         raise ValueError(f"jinja2 {version} has known sandbox escapes: pip install 'jinja2>=3.1.6'")
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-                separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise ValueError(f"the template is longer than {MAX_TEMPLATE_CHARS} characters (is it one?)")
     # {% generation %} marks the assistant's text for training masks and writes nothing itself.
     source = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", source)
     source = re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", source)
     environment = _bounded_sandbox()(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = to_json    # jinja2's own escapes HTML
-    environment.globals["raise_exception"] = raise_exception
-    tree = environment.parse(source)
-    for loop in tree.find_all(jinja2.nodes.For):
-        if loop.recursive:
-            raise ValueError("recursive loops are not supported (write a macro)")
-        loop.iter = jinja2.nodes.Filter(loop.iter, "counted", [], [], None, None)
-    return environment.from_string(tree)
+    environment.work_left = MAX_TEMPLATE_WORK      # the compiler computes what is constant
+    environment.round_work = ROUND_WORK + len(source) // 8    # a round runs all of the template at most
+    return environment.from_string(_metered(environment.parse(source)))
+
+
+def _metered(tree: Any) -> Any:
+    """The syntax tree of a template in which all that jinja2 leaves to Python itself goes through metered filters."""
+    import jinja2.visitor
+    from jinja2 import nodes
+
+    def metered(node: nodes.Expr, name: Literal["counted", "paid", "join"]) -> nodes.Filter:
+        return nodes.Filter(node, name, [], [], None, None)
+
+    class Meter(jinja2.visitor.NodeTransformer):
+        def visit_For(self, node: nodes.For) -> nodes.For:
+            if node.recursive:
+                raise ValueError("recursive loops are not supported (write a macro)")
+            self.generic_visit(node)
+            node.iter = metered(node.iter, "counted")
+            return node
+
+        def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:          # {{ name }} writes the name
+            if len(node.name) > 100:
+                raise ValueError("names of macros are limited to 100 characters")
+            return self.generic_visit(node)
+
+        def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:      # a ~ b
+            self.generic_visit(node)
+            return metered(nodes.List(node.nodes), "join")
+
+        def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:    # == and the like, in
+            self.generic_visit(node)
+            node.expr = metered(node.expr, "paid")
+            for operand in node.ops:
+                operand.expr = metered(operand.expr, "paid")
+            return node
+
+        def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:    # a[b:c]
+            self.generic_visit(node)
+            if isinstance(node.arg, nodes.Slice):
+                node.node = metered(node.node, "paid")
+            return node
+
+        def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:             # {a: b}, which hashes a
+            self.generic_visit(node)
+            node.key = metered(node.key, "paid")
+            return node
+
+    return Meter().visit(tree)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    """The filter tojson as transformers has it: jinja2's own escapes HTML."""
+    if not (indent is None or indent in range(17)) or (separators and len("".join(separators)) > 16):
+        raise ValueError("tojson: indent and separators must be of at most 16 characters")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Metered:
+    """Over jinja2's sandbox: every operation pays for the size of its operands and its result.
+
+    Work is counted in characters: an element of a list counts as ITEM_WORK of them for each level that it is nested
+    in, a call as CALL_WORK, a round of a loop or a macro as round_work. No value is larger than what was paid for, so
+    memory is bounded too. What can take more than in proportion to its operands pays their product (MULTIPLYING) or
+    is absent.
+    """
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+    work_left = 0
+    round_work = ROUND_WORK
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.globals = {name: self.globals[name] for name in ("range", "dict")}
+        self.globals |= {"namespace": self.namespace, "raise_exception": self.raise_exception}
+        self.filters = {**{name: self.metered(name, self.filters[name]) for name in FILTERS},
+                        **{name: self.stepped(self.filters[name]) for name in CHEAP_FILTERS},
+                        "tojson": self.metered("tojson", _to_json), "counted": self.counted, "paid": self.paid}
+        self.filters["safe"] = self.filters["string"]      # nothing is escaped
+        self.tests = {**{name: self.metered(name, self.tests[name]) for name in TESTS},
+                      **{name: self.stepped(self.tests[name]) for name in CHEAP_TESTS}}
+        self.finalize = self.paid      # of all that is written
+
+    def raise_exception(self, message: str) -> None:
+        raise ValueError(message)
+
+    def spend(self, work: int) -> None:
+        self.work_left -= work
+        if self.work_left < 0:
+            raise ValueError(f"takes more than {MAX_TEMPLATE_WORK} characters' worth of work")
+
+    def paid(self, value: Any) -> Any:
+        self.spend(_weight(value, self.work_left))
+        return value
+
+    def pay_for(self, name: str, operands: Collection[Any]) -> None:
+        """Of a call: for its operands, or for the product of the first and the largest other one."""
+        self.spend(CALL_WORK)
+        numbers = int if name in MULTIPLYING else ()
+        sizes = [abs(x) if isinstance(x, numbers) else _weight(x, self.work_left) for x in operands]
+        self.spend(sum(sizes))
+        if name in MULTIPLYING and len(sizes) > 1:
+            self.spend((1 + sizes[0]) * max(sizes[1:]))
+
+    def metered(self, name: str, function: Any) -> Any:
+        @wraps(function)      # with jinja2's mark on it, which says what it gets before the operands
+        def call(*args: Any, **kwargs: Any) -> Any:
+            operands = [*args[hasattr(function, "jinja_pass_arg"):], *kwargs.values()]
+            self.pay_for(name, operands)
+            result = function(*args, **kwargs)
+            return self.paid(list(result) if isinstance(result, Iterator) else result)
+        return call
+
+    def stepped(self, function: Any) -> Any:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.spend(CALL_WORK)
+            return function(*args, **kwargs)
+        return call
+
+    def counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.spend(self.round_work)
+            yield item
+
+    def concat(self, chunks: Iterable[str]) -> str:      # what a macro or a block has written
+        return "".join(self.paid(list(chunks)))
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        named = [value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")]    # jinja2's
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, str):      # a method of a text
+            self.pay_for(function.__name__, [owner, *args, *named])
+        else:                           # a macro, for one
+            self.spend(self.round_work)
+            self.pay_for("", [*args, *named])
+        return self.paid(super().call(context, function, *args, **kwargs))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%" and isinstance(left, str):
+            raise ValueError("text % values is not supported (use ~)")
+        if _is_huge(operator, left, right):
+            raise ValueError(f"the result of {operator} is too large")
+        return self.paid(super().call_binop(context, operator, self.paid(left), self.paid(right)))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, self.paid(argument))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        known = isinstance(obj, self.namespace) or type(obj).__module__.startswith("jinja2.") or attr in METHODS
+        return known and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """Format strings can ask for any width: is_safe_attribute refuses them as they are."""
 
 
 def _bounded_sandbox() -> type:
-    """jinja2's sandbox with a number of steps that a template may take."""
-    import jinja2
     import jinja2.sandbox
+    import jinja2.utils
 
-    class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
-        steps_left = 0
+    class Namespace(jinja2.utils.Namespace):
+        __repr__ = object.__repr__      # its own writes all that it holds, unpaid
 
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            self.filters["counted"] = self.counted
-
-        def step(self) -> None:
-            self.steps_left -= 1
-            if self.steps_left < 0:
-                raise jinja2.TemplateError(f"takes more than {MAX_TEMPLATE_STEPS} rounds of loops and calls")
-
-        @jinja2.pass_context    # else a loop over constants would run, uncounted, when the template is compiled
-        def counted(self, context: Any, items: Iterable[Any]) -> Iterator[Any]:
-            for item in items:
-                self.step()
-                yield item
-
-        def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            self.step()
-            return super().call(context, function, *args, **kwargs)
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if _is_huge(operator, left, right):
-                raise jinja2.TemplateError(f"the result of {operator} is too large")
-            return super().call_binop(context, operator, left, right)
+    class Environment(_Metered, jinja2.sandbox.ImmutableSandboxedEnvironment):
+        namespace = Namespace
 
     return Environment
+
+
+def _weight(value: Any, limit: int) -> int:
+    """The work that a value stands for: parts that are shared count each time, as they do when it is written.
+
+    Stops beyond `limit`. Of objects that are no data, all that can be written is a short name.
+    """
+    total, stack = 0, [iter([value])]
+    while stack and total <= limit:
+        for item in stack[-1]:
+            total += ITEM_WORK * (len(stack) - 1)
+            if isinstance(item, str):
+                total += len(item)
+                if len(item) > MAX_RENDERED_CHARS:
+                    raise ValueError(f"a text is longer than {MAX_RENDERED_CHARS} characters")
+            elif isinstance(item, int):
+                total += item.bit_length() // 3
+                if item.bit_length() > MAX_TEMPLATE_BITS:
+                    raise ValueError(f"a number has more than {MAX_TEMPLATE_BITS} bits")
+            elif isinstance(item, dict):
+                stack.append(itertools.chain(item.keys(), item.values()))
+                break
+            elif isinstance(item, (list, tuple, range, MappingView)):
+                stack.append(iter(item))
+                break
+            if total > limit:
+                break
+        else:
+            stack.pop()
+    return total
 
 
 def _is_huge(operator: Literal["*", "**"], left: Any, right: Any) -> bool:
     """Whether left * right or left ** right is a number of thousands of digits, or a text or list beyond any prompt."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-        return bits > 4096
+        return bits > MAX_TEMPLATE_BITS
     sizes = [len(value) if hasattr(value, "__len__") else value for value in (left, right)]
     return operator == "*" and all(isinstance(size, int) for size in sizes) and math.prod(sizes) > MAX_RENDERED_CHARS
 

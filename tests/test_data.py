@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 import sys
 
 import pytest
@@ -339,6 +340,80 @@ def test_where_the_template_is_read_from(model_folder, tmp_path):
     folder = edited_copy(folder, tmp_path / "none", tokenizer_config=lambda raw: raw.pop("chat_template"))
     with pytest.raises(ValueError, match="neither chat_template.jinja nor"):
         load_tokenizer(folder, "auto").render_chat(messages)
+
+
+TOOL_TEMPLATE = """\
+{%- set today = 'today' %}
+{%- if strftime_now is defined %}{% set today = strftime_now('%d %b %Y') %}{% endif %}
+{%- macro write(message, last=false) -%}
+{{ '<|start_header_id|>' ~ message['role'] ~ '<|end_header_id|>\n\n' }}
+{%- if message.content is string %}{{ message.content | trim }}
+{%- elif message.content is iterable and message.content is not mapping %}
+    {%- for part in message.content if part.type == 'text' %}{{ part.text + ('' if loop.last else ' ') }}{% endfor %}
+{%- endif %}{{ '' if last else eos_token | default('</s>') }}
+{%- endmacro -%}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system, loop_messages = messages[0]['content'] | trim, messages[1:] %}
+{%- else %}{% set system, loop_messages = '', messages %}{% endif %}
+{{- bos_token | d('<s>') }}{{ system | upper }}|{{ today | replace('o', '0') | capitalize | title | lower }}
+{%- set tools = [{'type': 'function', 'function': {'name': 'f', 'parameters': {'x': {'type': ['int', 'null']}}}}] %}
+{%- for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{{ tool.function | tojson(indent=4) | safe }}
+    {%- for name, value in tool.function.parameters.items() %}{{ name }}:{{ value.type | join(', ') }}{% endfor %}
+    {%- for name, value in tool.function | dictsort %} {{ name | string | length }}{% endfor %}
+{%- endfor %}
+{%- set ns = namespace(multi_step=true, last=loop_messages | length - 1, text='') %}
+{%- for message in loop_messages[::-1] %}
+    {%- set index = (loop_messages | length - 1) - loop.index0 %}
+    {%- if ns.multi_step and message.role == 'user' and message.content is string and
+           not (message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+        {%- set ns.multi_step = false %}{% set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in loop_messages %}
+    {%- if message.role in ['user', 'system'] or (message.role == 'assistant' and not message.tool_calls) %}
+        {%- set content, reasoning = message.content, '' %}
+        {%- if '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and (loop.last or reasoning) %}
+            {{- '<think>' + reasoning.strip('\\n') + '</think>' + content }}
+        {%- else %}{{ write(message, last=loop.last) }}{% endif %}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {%- for call in message.tool_calls %}
+            {%- if call.function %}{% set call = call.function %}{% endif %}
+            {{- '<tool_call>' + call.name + (call.arguments if call.arguments is string else call.arguments | tojson) }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or loop_messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '<tool_response>' ~ message['content'] ~ '</tool_response>' }}
+        {%- if loop.last or (loop_messages[loop.index0 + 1].role != 'tool') %}{{ '<|im_end|>' }}{% endif %}
+    {%- else %}{{ raise_exception('unknown role ' + message.role) }}{% endif %}
+{%- endfor %}
+{{- messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list | last | string | length }}
+{{- messages | rejectattr('role', 'in', ['user', 'tool']) | map(attribute='role') | unique | sort | join('+') }}
+{{- messages | map(attribute='role') | reverse | first }}{{ loop_messages | length % 2 == 0 }}{{ '7' | int * 2 - 1 }}
+{{- messages[0].get('name', 'nobody') }}{{ 'a, b' .split(', ') | reverse | join }}{{ ['a'] + ['b'] }}
+{{- {'k': -1}.k | abs }}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+TOOL_MESSAGES = [
+    {"role": "system", "content": " be brief "}, {"role": "user", "content": "what is <b>f(2)</b>?"},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 2, "y": "\u00e9"}}}]},
+    {"role": "tool", "content": "4"}, {"role": "tool", "content": "5"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfour"}]
+
+
+def test_the_sandbox_renders_what_real_templates_use(model_folder, tmp_path):
+    """Catches a construct of the SmolLM2, Qwen2.5, Qwen3 and Llama 3 templates that the bounded sandbox refuses."""
+    transformers = pytest.importorskip("transformers")
+    folder = with_template(model_folder, tmp_path / "m", TOOL_TEMPLATE)
+    fast, tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(folder, "auto")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    for messages in (TOOL_MESSAGES, TOOL_MESSAGES[1:], TOOL_MESSAGES[:2], parts):
+        ours, theirs = tokenizer.render_chat(messages), fast.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True)
+        assert ours == re.sub(r"\|\d\d \w{3} \d{4}", "|t0day", theirs)    # we tell no dates
 
 
 @pytest.mark.parametrize("template", [
