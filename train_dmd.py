@@ -52,7 +52,7 @@ from distill_core.pictures import picture_of, write_png
 from distill_core.report import write_report
 from distill_core.role import (COUNTERS, PhaseLoss, PhaseResult, Role, RoleSpec, adamw, check_plan, restore_role,
                                role_state, role_tensors, run_phase)
-from distill_core.run import (StopRequest, Where, check_run_dir, fail, lock_run, mark, open_run, parse_args,
+from distill_core.run import (StopRequest, Where, check_run_dir, deadline, fail, lock_run, mark, open_run, parse_args,
                               tell_failure)
 from distill_core.safetensors_io import open_folder, weights_digest
 from distill_core.topology import (Pulse, World, agree_equal, device_memory, env_rank, make_groups, peak_memory,
@@ -911,7 +911,8 @@ def launch(job: Job, device: torch.device) -> int:
     try:
         log = open_run(job.run_dir, cfg.to_yaml(job.config), where.rank)
         stop_request = StopRequest(job.run_dir, job.config.checkpoint.max_minutes)
-        world = start(plan_ranks(job.world_size, env_rank()[2], []), device, job.config.topology.timeout_s)
+        with deadline(2 * job.config.topology.timeout_s, "not all ranks have started", where, job.run_dir):
+            world = start(plan_ranks(job.world_size, env_rank()[2], []), device, job.config.topology.timeout_s)
         train(job, world, log, stop_request, where)
         stop(world)
         return 0

@@ -51,7 +51,7 @@ from distill_core.report import write_report
 from distill_core.role import (COUNTERS, PhaseLoss, PhaseResult, Role, adamw, restore_role, role_state, role_tensors,
                                run_phase)
 from distill_core.rollout import MicroBatch, Packer, Row, claim, collate, deal, plan_batches, record_batch, record_samples
-from distill_core.run import (StopRequest, Where, check_run_dir, fail, lock_run, mark, open_run, parse_args,
+from distill_core.run import (StopRequest, Where, check_run_dir, deadline, fail, lock_run, mark, open_run, parse_args,
                               tell_failure)
 from distill_core.safetensors_io import open_folder, weights_digest
 from distill_core.teacher import (Handle, InlineTeacher, Links, RemoteTeacher, Reply, Request, Shape, Teachers,
@@ -1059,7 +1059,8 @@ def launch(job: Job, device: torch.device) -> int:
         log = open_run(job.run_dir, cfg.to_yaml(job.config), where.rank)
         # Teacher ranks outlive a signal too: they tell the students, who end their service after the step.
         stop_request = StopRequest(job.run_dir, job.config.checkpoint.max_minutes)
-        world = start(job.plan, device, job.config.topology.timeout_s)
+        with deadline(2 * job.config.topology.timeout_s, "not all ranks have started", where, job.run_dir):
+            world = start(job.plan, device, job.config.topology.timeout_s)
         everything = json.dumps([fingerprints(job), cfg.flatten(job.config)], sort_keys=True)
         agree_equal(world.control, everything, "config, data or model")
         if world.is_student:

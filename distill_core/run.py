@@ -239,6 +239,20 @@ def fail(error: BaseException, where: Where, run_dir: Path, *, memory_remedy: st
         os._exit(1)
 
 
+@contextmanager
+def deadline(seconds: float, what: str, where: Where, run_dir: Path) -> Iterator[None]:
+    """Ends the process if the block takes longer. For start-up: a wait in torch's store is bounded by its timeout only
+    while the process that holds the store answers."""
+    error = RuntimeError(f"Timed out after {seconds:.0f} s: {what}")
+    timer = threading.Timer(seconds, fail, (error, where, run_dir))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def tell_failure(error: BaseException, where: Where, run_dir: Path | None, *, memory_remedy: str = "") -> None:
     """Say once what went wrong, on stderr and in error.txt: where, the cause, and a traceback if the fault is ours.
 

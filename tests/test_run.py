@@ -355,3 +355,22 @@ def test_a_cause_is_written_past_a_stopped_writer_and_a_full_terminal(tmp_path, 
         began = time.monotonic()
         assert end(RuntimeError(CLOSED), tmp_path, monkeypatch) == [1] and time.monotonic() - began < 2
     assert "which ends rank 0 (student) in train" in (tmp_path / "error.txt").read_text()
+
+
+def test_a_start_that_hangs_ends_by_its_deadline_and_one_that_does_not_goes_on(tmp_path):
+    """Catches ranks that wait for ever for a store whose process was stopped; and a timer that outlives its block."""
+    where = run.Where(1, ["student", "student"])
+
+    def child(block_s: float, then_s: float) -> int:
+        pid = os.fork()
+        if pid == 0:
+            with run.deadline(0.3, "not all ranks have started", where, tmp_path):
+                time.sleep(block_s)
+            time.sleep(then_s)
+            os._exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    began = time.monotonic()
+    assert child(60, 0) == 1 and time.monotonic() - began < 20
+    assert "not all ranks have started" in json.loads((tmp_path / "error.1.json").read_text())["message"]
+    assert child(0, 0.6) == 7
