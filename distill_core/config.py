@@ -120,7 +120,8 @@ class RolloutConfig:
     stop_ids: tuple[int, ...] | None = None  # token ids that end a response; null = from the model folder; [] = none
     balance: Literal["static", "shared_counter"] = "static"   # who samples what: dealt by length, so that a resume is
                                              # bit-exact; or a rank that is done takes more, for very unequal lengths
-    updates_per_rollout: int = 1             # optimizer steps on the samples of one rollout; 1 = all are on-policy
+    updates_per_rollout: int = 1             # steps whose prompts are sampled at once, each sample being trained on
+                                             # once; 1 = all are on-policy
     async_depth: int = 0                     # 1 = sample for the next steps before training on these, with weights that
                                              # are one rollout older, so that teacher ranks score during sampling
 

@@ -21,6 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+try:
+    from torch.distributed import all_gather_single
+except ImportError:  # its name before torch 2.13
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+
 
 def shard(model: nn.Module, units: Sequence[Sequence[nn.Module]], mesh: DeviceMesh, *,
           compute_dtype: torch.dtype | None = None, offload: bool = False, cast_forward_inputs: bool = True) -> None:
@@ -92,7 +97,7 @@ def _gather_unit(parameters: Sequence[Tensor], targets: Sequence[Tensor]) -> Non
         for part, (p, _) in zip(mine.split(sizes), pairs):
             part[:p.to_local().numel()] = p.to_local().flatten()
         whole = mine.new_empty(mesh.size(), len(mine))
-        dist.all_gather_into_tensor(whole.view(-1), mine, group=mesh.get_group())
+        all_gather_single(whole.view(-1), mine, group=mesh.get_group())
         for part, rows, (p, target) in zip(whole.split(sizes, dim=1), num_rows, pairs):
             target.copy_(part.reshape(mesh.size() * rows, *p.shape[1:])[:target.shape[0]])
 

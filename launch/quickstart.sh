@@ -29,7 +29,7 @@ fi
 
 export OMP_NUM_THREADS=1  # the ranks share two cores
 
-# train RANKS CONFIG [key=value ...]: a fresh run; its folder is left in $run.
+# train RANKS CONFIG [key=value ...]: a run; its folder is left in $run.
 train() {
     local ranks=$1 config=$2
     shift 2
@@ -38,9 +38,17 @@ train() {
 import sys, yaml
 c = yaml.safe_load(sys.stdin)
 print(c["run_root"] + "/" + c["name"])')
-    rm -rf -- "$run"  # the same command on an old run folder would resume it
+    # A finished run starts anew; one that was stopped goes on.
+    [[ ! -e $run/DONE ]] || rm -rf -- "$run"
     "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" --max-restarts=0 \
-        "train_$job.py" --config "$config" "$@"
+        "train_$job.py" --config "$config" "$@" &
+    # `kill` of this script is a request to stop, as in torchrun_1node.sh: torchrun would leave the workers behind.
+    trap 'touch "$run/STOP"' TERM USR1
+    local launcher=$! code=0
+    wait "$launcher" || code=$?
+    while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" && code=0 || code=$?; done
+    trap - TERM USR1
+    return "$code"
 }
 
 if [[ $job == opd ]]; then

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences the profiler, before it is loaded
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler, before it is loaded
 
 import torch
 from torch.profiler import ProfilerActivity, profile
