@@ -630,6 +630,20 @@ def eventful(folder, storage: str, **changes):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
+def test_resume_on_fewer_ranks(tmp_path, storage):
+    """Catches state bound to a number of ranks: the next cycles must see the same conditions and noises."""
+    path, cycles = eventful(tmp_path, storage), ["max_cycles=4"]
+    live(path, 2, lambda job, world: whole_run(job, world, "straight"), cycles)
+    live(path, 2, lambda job, world: whole_run(job, world, "moved", stop_at=1), cycles)
+    live(path, 1, lambda job, world: whole_run(job, world, "moved"), cycles)
+    straight, moved = (lines_of(tmp_path / "runs" / name, "train")[1:] for name in ("straight", "moved"))
+    assert [line["step"] for line in straight] == [line["step"] for line in moved] == [2, 3, 4]
+    for place, tolerance in ((0, 1e-5), (2, 1e-4)):
+        for key in ("dmd/loss", "fake_score/loss"):
+            assert moved[place][key] == pytest.approx(straight[place][key], abs=tolerance), (place, key)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
 def test_a_straight_run_equals_stop_and_resume(tmp_path, storage):
     """Catches any state that a resume forgets: moments, counters, average, schedules, conditions, noises, head."""
     path = eventful(tmp_path, storage)
