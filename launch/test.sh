@@ -22,7 +22,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 [[ $# -eq 0 ]] || exec "$python" -m pytest "$@"
 
 # Most tests keep one core busy, so two runs share the two: the long jobs in one, everything else in the other.
-long=(tests/test_{quickstart,torchrun,train_dmd,train_opd}.py)
+long=(tests/test_{quickstart,torchrun,train_opd}.py)
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
 "$python" -m pytest "${long[@]}" >"$output" 2>&1 &
